@@ -1,0 +1,104 @@
+"""Where an answer ends, and its text as it comes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from whiflash.errors import WhiFlashError
+
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """An answer ends after `max_new_tokens`, at a stop id (kept as the last token), or when its text holds a stop string.
+
+    With a stop string, tokens end with the one that completes it and the text ends before it.
+    """
+
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise WhiFlashError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if any(not s for s in self.stop):
+            raise WhiFlashError("a stop string is empty; leave it out or give at least one character")
+
+
+class Answer:
+    """Tokens in, text pieces out; says when to stop. Pieces concatenate to `text`, whatever bytes a token carries."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stopping: Stopping):
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._decode, self._stopping = decode, stopping
+        self._window = 0  # first token whose text may still depend on what follows
+        self._settled = ""  # decoded text before the window
+        self._emitted = 0
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """Add tokens up to the first that ends the answer; returns how many were taken."""
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            if token in self._stopping.stop_ids or (self._stopping.stop and self._hits_stop_string()):
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self._stopping.max_new_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return count
+        return len(tokens)
+
+    def piece(self) -> str:
+        """Text that is sure by now and was not given out yet. After the end, all the rest."""
+        text = self._visible()
+        if self.finish_reason is None:
+            text = text[: len(text) - self._held_back(text)]
+        piece = text[self._emitted :]
+        self._emitted = max(self._emitted, len(text))
+        self.text += piece
+        return piece
+
+    def close(self, reason: str) -> str:
+        """End the answer from outside (an interrupt); returns what was held back."""
+        self.finish_reason = self.finish_reason or reason
+        return self.piece()
+
+    def _full(self) -> str:
+        """Decoded text of all tokens, decoding only a window of recent ones again."""
+        tail = self.tokens[self._window :]
+        text = self._decode(tail)
+        if len(tail) > 16 and not text.endswith(REPLACEMENT):
+            # the window restarts four tokens back: tokenizers that glue or space words need neighbours to agree
+            keep = 4
+            head = self._decode(self.tokens[self._window : len(self.tokens) - keep])
+            if text.startswith(head) and not head.endswith(REPLACEMENT):
+                rest = self._decode(self.tokens[len(self.tokens) - keep :])
+                if head + rest == text:
+                    self._settled += head
+                    self._window = len(self.tokens) - keep
+                    text = rest
+        return self._settled + text
+
+    def _hits_stop_string(self) -> bool:
+        return self._cut(self._full()) is not None
+
+    def _cut(self, text: str) -> int | None:
+        places = [p for p in (text.find(s) for s in self._stopping.stop) if p >= 0]
+        return min(places, default=None)
+
+    def _visible(self) -> str:
+        text = self._full()
+        cut = self._cut(text) if self._stopping.stop else None
+        return text if cut is None else text[:cut]
+
+    def _held_back(self, text: str) -> int:
+        """Characters at the end that may yet change: an unfinished character, or the beginning of a stop string."""
+        held = len(text) - len(text.rstrip(REPLACEMENT))
+        for stop in self._stopping.stop:
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                if text.endswith(stop[:length]):
+                    held = max(held, length)
+                    break
+        return held

@@ -1,0 +1,40 @@
+"""A draft: a tree of guessed tokens under the root. A chain or a block is a tree of width 1."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Nodes in an order that puts parents first; node 0 is the root (the newest committed token).
+
+    tokens, parents, depths: [n], parents[0] = -1. ancestors [n, n] (bool): which nodes lie on the path from the root to
+    a node, itself included; None for a chain, whose masks are causal. probs [n-1, vocab]: the distributions that the
+    drafted tokens of a *sampled chain* were drawn from; None where the target's own draws decide.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor | None = None
+    probs: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+def chain(tokens: Tensor, probs: Tensor | None = None) -> Draft:
+    """tokens [n], the root first."""
+    depths = torch.arange(tokens.shape[0], device=tokens.device)
+    return Draft(tokens, depths - 1, depths, None, probs)
+
+
+def tree(tokens: Tensor, parents: Tensor, depth: int) -> Draft:
+    """tokens, parents [n] with the root first; `depth` bounds how deep the tree is."""
+    own = torch.eye(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    above, ancestors = parents.clamp_min(0), own
+    for _ in range(depth):
+        ancestors = ancestors[above] | own
+    return Draft(tokens, parents, ancestors.sum(1) - 1, ancestors)

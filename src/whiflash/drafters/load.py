@@ -1,0 +1,156 @@
+"""From a checkpoint's name to a draft model bound to its target."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from whiflash.drafters import layouts
+from whiflash.drafters.dflash import DFlash
+from whiflash.drafters.eagle3 import Eagle3
+from whiflash.errors import WhiFlashError
+from whiflash.nn.linear import pack
+from whiflash.nn.weights import Part, Weights, load_parts, read_config, resolve
+from whiflash.target.target import Target
+
+# buffers that some exporters write and nobody needs
+IGNORED = ("rotary_emb.inv_freq",)
+
+
+def load_eagle3(
+    name: str | Path,
+    target: Target,
+    *,
+    tap_ids: layouts.TapIds | None = None,
+    norm_output: bool | None = None,
+    packed: bool = True,
+) -> Eagle3:
+    """An EAGLE-3 head in any of the three published layouts, in the target's dtype and on its device.
+
+    tap_ids: how explicit tap ids are meant, where the checkpoint's family leaves it open ("output" = after that layer,
+    "boundary" = before it). norm_output: whether the normed output is fed back, where a checkpoint does not say.
+    """
+    weights, raw = _open(name, "eagle3")
+    config = layouts.read_eagle3(raw, weights, target.layers, tap_ids, norm_output)
+    if config.target_width != target.width:
+        raise WhiFlashError(
+            f"EAGLE-3 head {name} reads features of width {config.target_width}, but target {target.name} has width "
+            f"{target.width}; use the head trained for this target"
+        )
+    if not config.own_embedding and config.shape.width != target.width:
+        raise WhiFlashError(f"EAGLE-3 head {name} is not as wide as its target and brings no embedding of its own")
+    _check_taps(name, config.taps, target)
+    _check_vocabulary(name, config.vocab_size, target)
+    with torch.device("meta"):
+        model = Eagle3(config)
+    prefix = layouts.eagle3_prefix(weights)
+    plain_norm = "hidden_norm" if "layers.1.hidden_norm.weight" in weights else "input_layernorm"
+    parts = [_legacy_norm(part, weights) for part in model.parts(prefix, plain_norm)]
+    load_parts(parts, weights, target.dtype, target.device)
+    target_ids = layouts.read_target_ids(weights, config.vocab_size, config.draft_vocab_size)
+    weights.finish(IGNORED)
+    if target_ids is not None and int(target_ids.max()) >= target.vocab_size:
+        raise WhiFlashError(f"d2t of {name} reaches token {int(target_ids.max())}, beyond {target.name}'s vocabulary")
+    if target_ids is None and config.draft_vocab_size != target.vocab_size:
+        # a head padded otherwise than the target: rows that both have, and no other, may be drafted
+        shared = min(config.draft_vocab_size, target.vocab_size)
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight[:shared].contiguous())
+        target_ids = torch.arange(shared)
+    model.target_ids = None if target_ids is None else target_ids.to(target.device)
+    model.config = replace(config, vocab_size=target.vocab_size, draft_vocab_size=model.lm_head.weight.shape[0])
+    model.target_embed = target.network.embed
+    if packed:
+        model.layer.attention.split_kv()
+        pack(model)
+    return model.eval().requires_grad_(False)
+
+
+def load_dflash(
+    name: str | Path, target: Target, *, tap_ids: layouts.TapIds | None = None, packed: bool = True
+) -> DFlash:
+    """A DFlash model in z-lab's or speculators' layout, in the target's dtype and on its device."""
+    weights, raw = _open(name, "dflash")
+    config = layouts.read_dflash(raw, weights, target.layers, tap_ids)
+    if config.target_width != target.width or (
+        config.shape.width != target.width and not (config.own_embedding and config.own_head)
+    ):
+        raise WhiFlashError(
+            f"DFlash model {name} reads features of width {config.target_width} and has width {config.shape.width}, but "
+            f"target {target.name} has width {target.width}; use the model trained for this target"
+        )
+    declared = raw.get("num_target_layers")
+    if declared is not None and int(declared) != target.layers:
+        raise WhiFlashError(
+            f"DFlash model {name} is for a target of {declared} layers, {target.name} has {target.layers}"
+        )
+    _check_taps(name, config.taps, target)
+    _check_vocabulary(name, config.vocab_size or target.vocab_size, target)
+    vocab_size = config.vocab_size or target.vocab_size
+    config = replace(config, vocab_size=vocab_size, draft_vocab_size=config.draft_vocab_size or vocab_size)
+    with torch.device("meta"):
+        model = DFlash(config)
+    load_parts(model.parts(), weights, target.dtype, target.device)
+    if config.own_head:
+        target_ids = layouts.read_target_ids(weights, vocab_size, config.draft_vocab_size)
+        model.target_ids = None if target_ids is None else target_ids.to(target.device)
+    weights.finish((*IGNORED, "t2d", "verifier_lm_head.weight", "verifier_norm.weight"))
+    table = config.vocab_size if config.own_embedding else target.vocab_size
+    if config.mask_token_id >= table:
+        model.mask_embedding = _mask_embedding(Path(weights.path), config.mask_token_id, table).to(
+            target.device, target.dtype
+        )
+    model.config = replace(config, vocab_size=target.vocab_size)
+    model.target_embed, model.target_head = target.network.embed, target.network.head
+    if packed:
+        for layer in model.layers:
+            layer.attention.split_kv()
+        pack(model)
+    return model.eval().requires_grad_(False)
+
+
+def _open(name: str | Path, expected: str) -> tuple[Weights, dict]:
+    path = resolve(name, "drafter")
+    raw = read_config(path if path.is_dir() else path.parent, "drafter")
+    weights = Weights(path)
+    if all(n.startswith("model.") for n in weights):
+        weights.strip_prefix("model.")
+    found = layouts.kind(weights, raw)
+    if found != expected:
+        raise WhiFlashError(
+            f"{name} is a checkpoint of kind {found}, expected {expected}; swap the two drafter arguments?"
+        )
+    return weights, raw
+
+
+def _check_taps(name: str | Path, taps: tuple[int, ...], target: Target) -> None:
+    if not all(0 <= t <= target.layers + 1 for t in taps):
+        raise WhiFlashError(f"{name} taps layers {list(taps)}, but {target.name} has only {target.layers}")
+
+
+def _check_vocabulary(name: str | Path, vocab_size: int, target: Target) -> None:
+    """Tables may be padded differently, but both must hold every token the tokenizer can produce."""
+    if vocab_size != target.vocab_size and min(vocab_size, target.vocab_size) < len(target.tokenizer):
+        raise WhiFlashError(
+            f"{name} is for a vocabulary of {vocab_size} tokens, {target.name} has {target.vocab_size}; "
+            "a drafter works only with the tokenizer it was trained on"
+        )
+
+
+def _legacy_norm(part: Part, weights: Weights) -> Part:
+    """fc_norm.{0,1,2} were once called aux_norm_{low,mid,high}."""
+    name = part.names[0]
+    if name.startswith("fc_norm.") and name not in weights:
+        return part._replace(names=[f"aux_norm_{('low', 'mid', 'high')[int(name.split('.')[1])]}.weight"])
+    return part
+
+
+def _mask_embedding(path: Path, mask_token_id: int, table: int) -> torch.Tensor:
+    file = (path if path.is_dir() else path.parent) / "mask_embedding.pt"
+    if not file.is_file():
+        raise WhiFlashError(
+            f"mask token {mask_token_id} of {path} lies outside the embedding table of {table} rows, and there is no "
+            "mask_embedding.pt beside the weights to replace it"
+        )
+    stored = torch.load(file, map_location="cpu", weights_only=True)
+    return (stored["embedding"] if isinstance(stored, dict) else stored).flatten()

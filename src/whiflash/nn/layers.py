@@ -1,0 +1,122 @@
+"""The parts every model here is made of: norm, attention, gated MLP."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whiflash.nn.cache import KVCache
+from whiflash.nn.linear import Linear
+from whiflash.nn.rotary import rotate
+
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one decoder layer; `width_in` is what q, k and v read (twice the width in an EAGLE-3 head)."""
+
+    width: int
+    width_in: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class RMSNorm(nn.RMSNorm):
+    def __init__(self, width: int, eps: float):
+        super().__init__(width, eps=eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with q, k, v from one product. Callers own caching: project, (append), attend."""
+
+    def __init__(self, shape: LayerShape):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.qkv = Linear(shape.width_in, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=shape.qkv_bias)
+        self.o = Linear(shape.heads * shape.head_dim, shape.width, bias=shape.o_bias)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.kv: Linear | None = None
+
+    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, width_in] → q [B, heads, T, head_dim], k and v [B, kv_heads, T, head_dim], normed and rotated."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = rotate(qk, rope).split([self.heads, self.kv_heads], 1)
+        else:
+            q, k = qk.split([self.heads, self.kv_heads], 1)
+            q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        return q, k, v
+
+    def project_kv(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """The k and v of `project`, without computing q."""
+        if self.kv is not None:
+            heads = self.kv(x)
+        else:
+            skip = self.heads * self.head_dim
+            bias = None if self.qkv.bias is None else self.qkv.bias[skip:]
+            heads = F.linear(x, self.qkv.weight[skip:], bias)
+        k, v = heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.kv_heads, 1)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return rotate(k, rope), v
+
+    def split_kv(self) -> None:
+        """Give k and v a product of their own, so that `project_kv` can run packed. Call before packing."""
+        skip = self.heads * self.head_dim
+        self.kv = Linear(
+            self.qkv.in_features, self.qkv.out_features - skip, bias=self.qkv.bias is not None, device="meta"
+        )
+        self.kv.weight = nn.Parameter(self.qkv.weight[skip:].detach().contiguous(), requires_grad=False)
+        if self.qkv.bias is not None:
+            self.kv.bias = nn.Parameter(self.qkv.bias[skip:].detach().contiguous(), requires_grad=False)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """q over k, v, through the output product: [B, T, width]. `mask` is additive and broadcasts to [B, heads, T, S]."""
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads
+        )
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) · up x), gate and up in one product."""
+
+    def __init__(self, shape: LayerShape):
+        super().__init__()
+        self.gate_up = Linear(shape.width, 2 * shape.intermediate, bias=shape.mlp_bias)
+        self.down = Linear(shape.intermediate, shape.width, bias=shape.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """The pre-norm decoder layer that targets, DFlash models and the later layers of EAGLE-3 heads share."""
+
+    def __init__(self, shape: LayerShape):
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.width, shape.norm_eps)
+        self.attention = Attention(shape)
+        self.mlp_norm = RMSNorm(shape.width, shape.norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(
+        self, x: Tensor, rope: Rope, cache: KVCache | None, index: int, mask: Tensor | None, causal: bool = False
+    ) -> Tensor:
+        """x [B, T, width] through layer `index`, whose K/V go to the cache (if any) behind its committed rows."""
+        q, k, v = self.attention.project(self.attention_norm(x), rope)
+        if cache is not None:
+            k, v = cache.append(index, k, v)
+        x = x + self.attention.attend(q, k, v, mask, causal)
+        return x + self.mlp(self.mlp_norm(x))

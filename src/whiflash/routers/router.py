@@ -1,0 +1,47 @@
+"""The router's interface: a signal from the target in, a slot out."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from whiflash.errors import WhiFlashError
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What the target said at the node that produced the root: hidden [width] (final-normed) and logits [vocab]."""
+
+    hidden: Tensor
+    logits: Tensor
+
+    def entropy(self) -> Tensor:
+        """Entropy of the next-token distribution at temperature 1, in nats."""
+        log_probs = self.logits.float().log_softmax(-1)
+        # -inf logits would give 0 · -inf
+        return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(torch.float32).min)).sum()
+
+
+class Router(Protocol):
+    """Picks a slot every round, on the device: the session reads slot and score together with the accepted path.
+
+    `score` is what was compared with the threshold, for logs. A router for more slots returns more than 0 and 1.
+    """
+
+    name: str
+
+    def __call__(self, signal: Signal) -> tuple[Tensor, Tensor]:
+        """signal → (slot, int64 scalar), (score, float scalar)."""
+        ...
+
+
+def check_threshold(threshold: float, least: float | None = None) -> float:
+    if (
+        threshold != threshold
+        or threshold in (float("inf"), float("-inf"))
+        or (least is not None and threshold < least)
+    ):
+        bound = "" if least is None else f" of at least {least:g}"
+        raise WhiFlashError(f"the router's threshold must be a finite number{bound}, got {threshold}")
+    return float(threshold)

@@ -1,0 +1,79 @@
+"""From a name to a `Target`."""
+
+from pathlib import Path
+
+import torch
+
+from whiflash.errors import WhiFlashError
+from whiflash.nn.linear import pack
+from whiflash.nn.weights import Weights, read_config, resolve
+from whiflash.target import embedded
+from whiflash.target.config import FAMILIES, TargetConfig
+from whiflash.target.decoder import Decoder
+from whiflash.target.target import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_target(
+    name: str | Path = embedded.NAME,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    runtime: bool = True,
+) -> Target:
+    """Load a causal language model by hub id, directory, or `smollm2-135m` (the embedded one).
+
+    dtype: float32 on CPU and bfloat16 elsewhere unless given. runtime: read the families the runtime knows with its own
+    decoder; False forces the transformers adapter, which serves every other architecture.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise WhiFlashError(f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    path = embedded.prepare() if str(name) == embedded.NAME else resolve(name, "target")
+    if not path.is_dir():
+        raise WhiFlashError(f"target {name} is a file; expected a model directory or a hub id")
+    raw = read_config(path, "target")
+    tokenizer = _load_tokenizer(path)
+    if runtime and raw.get("model_type") in FAMILIES and "quantization_config" not in raw:
+        config = TargetConfig.from_config(raw)
+        network = pack(Decoder.load(config, Weights(path), dtype, device))
+        return Target(
+            str(name),
+            path,
+            network,  # type: ignore[arg-type]
+            tokenizer,
+            layers=config.layers,
+            width=config.width,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+            dtype=dtype,
+            device=device,
+        )
+    from whiflash.target.adapter import Adapter
+
+    adapter = Adapter.load(path, dtype, device)
+    return Target(
+        str(name),
+        path,
+        adapter,
+        tokenizer,
+        layers=adapter.layers,
+        width=adapter.width,
+        vocab_size=adapter.vocab_size,
+        max_positions=adapter.max_positions,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _load_tokenizer(path: Path):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError … for a tokenizer that is not there
+        raise WhiFlashError(f"{path} has no tokenizer that transformers can load ({error})".splitlines()[0]) from error

@@ -1,0 +1,110 @@
+"""The big model as the rest of the program sees it: a network, a tokenizer, and where generation ends."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from whiflash.errors import WhiFlashError
+from whiflash.nn.cache import KVCache
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+class Network(Protocol):
+    """What a target's network must do; `Decoder` is ours, `Adapter` wraps transformers."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        tree: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+
+    def head(self, hidden: Tensor) -> Tensor: ...
+
+    def new_cache(self, capacity: int) -> KVCache: ...
+
+
+class Target:
+    """A causal language model with its tokenizer.
+
+    `path` is the local directory it came from (safetensors, config, tokenizer), so that any other library can load the
+    very same weights. `stop_ids` are all end-of-sequence ids of its `generation_config`. `max_positions` is the context
+    limit in tokens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        network: Network,
+        tokenizer: Any,
+        *,
+        layers: int,
+        width: int,
+        vocab_size: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.name, self.path, self.network, self.tokenizer = name, path, network, tokenizer
+        self.layers, self.width, self.vocab_size, self.max_positions = layers, width, vocab_size, max_positions
+        self.dtype, self.device = dtype, device
+        self.stop_ids = stop_ids(path, tokenizer)
+
+    def encode(self, prompt: Prompt, system: str | None = None, **template: Any) -> list[int]:
+        """Token ids of a prompt: a user's text, a list of messages, or token ids as they are.
+
+        Text becomes one user turn of the chat template (plain text where the model has none); `system` is put in front.
+        `template` goes to the chat template as it is (`enable_thinking=False`, …).
+        """
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
+            return self._checked([int(t) for t in prompt])  # type: ignore[arg-type, call-overload]
+        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+            raise WhiFlashError("the prompt is empty; give at least one word, message or token id")
+        messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        if self.tokenizer.chat_template is None:
+            if not isinstance(prompt, str) or system is not None:
+                raise WhiFlashError(
+                    f"{self.name} has no chat template; give the prompt as one string, without a system text"
+                )
+            return self._checked(self.tokenizer(prompt).input_ids)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise WhiFlashError(f"prompt token ids must lie in 0..{self.vocab_size - 1}, the vocabulary of {self.name}")
+        return tokens
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of the config and the weight files' names and sizes: tells one target from another."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for file in sorted(self.path.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        return digest.hexdigest()[:16]
+
+
+def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
+    """Every end-of-sequence id of generation_config.json (a number or a list), else of config.json, else the tokenizer's."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
