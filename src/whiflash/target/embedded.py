@@ -268,7 +268,7 @@ def _write_tokenizer(gguf: Path, out: Path) -> dict[str, int]:
 def _quiet(transformers: ModuleType) -> Iterator[None]:
     """Keep transformers' own bars and warnings off the terminal: the caller draws one bar for everything."""
     log = transformers.utils.logging
-    gguf = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    gguf: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     verbosity, bars, tqdm = log.get_verbosity(), log.is_progress_bar_enabled(), gguf.tqdm
     log.set_verbosity_error()
     log.disable_progress_bar()
