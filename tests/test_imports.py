@@ -10,6 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "whiflash"
 
 FLOOR = {"errors"}
 BELOW_MODEL = FLOOR | {"nn", "routers", "target", "drafters", "decoding"}
+# The command line and the modules it is split into: one floor.
+TOP = {"cli", "chat", "demo", "inspect", "options", "terminal"}
+BELOW_TOP = BELOW_MODEL | {"model", "progress", "training", "evaluation", "whiflash"}
 # Every room, and the rooms it may import from. A new room needs its place here.
 MAY_IMPORT = {
     "errors": set(),
@@ -22,11 +25,11 @@ MAY_IMPORT = {
     "progress": FLOOR,
     "training": BELOW_MODEL | {"model", "progress"},
     "evaluation": BELOW_MODEL | {"model", "progress"},
-    "cli": BELOW_MODEL | {"model", "progress", "training", "evaluation", "whiflash"},
+    **dict.fromkeys(TOP, TOP | BELOW_TOP),
     "whiflash": FLOOR | {"model"},  # the package's own __init__
     "__main__": {"cli"},
 }
-FACES = {"cli", "__main__", "progress", "training", "evaluation"}
+FACES = TOP | {"__main__", "progress", "training", "evaluation"}
 FACE_LIBRARIES = {"rich", "typer", "click", "tqdm", "datasets", "matplotlib"}
 
 
