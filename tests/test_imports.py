@@ -13,6 +13,7 @@ BELOW_MODEL = FLOOR | {"nn", "routers", "target", "drafters", "decoding"}
 # The command line and the modules it is split into: one floor.
 TOP = {"cli", "chat", "demo", "inspect", "options", "terminal"}
 BELOW_TOP = BELOW_MODEL | {"model", "progress", "training", "evaluation", "whiflash"}
+FACE_ROOMS = {"options", "terminal", "chat", "demo", "inspect"}
 # Every room, and the rooms it may import from. A new room needs its place here.
 MAY_IMPORT = {
     "errors": set(),
@@ -23,6 +24,11 @@ MAY_IMPORT = {
     "decoding": FLOOR | {"nn", "routers", "target", "drafters"},
     "model": BELOW_MODEL,
     "progress": FLOOR,
+    "inspect": BELOW_MODEL,
+    "options": FLOOR,
+    "terminal": BELOW_MODEL | {"model"},
+    "chat": BELOW_MODEL | {"model", "terminal"},
+    "demo": BELOW_MODEL | {"model", "terminal", "progress"},
     "training": BELOW_MODEL | {"model", "progress"},
     "evaluation": BELOW_MODEL | {"model", "progress"},
     **dict.fromkeys(TOP, TOP | BELOW_TOP),

@@ -10,7 +10,7 @@ from whiflash.drafters.draft import Draft
 
 
 class Accepted(NamedTuple):
-    """On the device still: path [n] (bool) marks the kept nodes, root included; `node` is the deepest; `bonus` follows it."""
+    """On the device still: path [n] (bool) marks the kept nodes, root included; `bonus` follows the deepest, `node`."""
 
     path: Tensor
     node: Tensor

@@ -59,7 +59,7 @@ class Sampler:
             logits = logits.masked_fill(logits < kth, -torch.inf)
         probs = logits.softmax(-1)
         if s.top_p < 1:
-            ordered, index = probs.sort(-1, descending=True, stable=True)
+            ordered, index = probs.sort(dim=-1, descending=True, stable=True)
             outside = ordered.cumsum(-1) - ordered >= s.top_p
             probs = torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(outside, 0.0))
         if s.min_p:

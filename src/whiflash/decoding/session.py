@@ -22,8 +22,8 @@ class Round:
     """What one round did. `tokens` are those committed (their count is the acceptance length, the bonus included).
 
     `accepted` of them were drafted, by `slot` (None: no drafter); `drafted` nodes were verified besides the root.
-    entropy (nats) and score (what the router compared) belong to the node that produced the round's root, at `position`.
-    `times` are seconds per phase; `caught_up` feature rows were consumed before drafting.
+    entropy (nats) and score (what the router compared) belong to the node that produced the round's root, which sits at
+    `position`. `times` are seconds per phase; `caught_up` feature rows were consumed before drafting.
     """
 
     slot: str | None
@@ -94,7 +94,7 @@ class Session:
     def prefill(self, tokens: Sequence[int], sampler: Sampler | None = None) -> int:
         """Run the target over the prompt and return the first new token, which becomes the root.
 
-        tokens: the whole sequence so far. What it shares with the last one is not computed again. sampler None is greedy.
+        tokens: the whole sequence so far; what it shares with the last one is kept. sampler None is greedy.
         """
         tokens = list(tokens)
         self.sampler = sampler

@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True)
 class Stopping:
-    """An answer ends after `max_new_tokens`, at a stop id (kept as the last token), or when its text holds a stop string.
+    """An answer ends after `max_new_tokens`, at a stop id (kept as last token), or when its text holds a stop string.
 
     With a stop string, tokens end with the one that completes it and the text ends before it.
     """

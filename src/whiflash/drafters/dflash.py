@@ -40,7 +40,11 @@ class DFlashConfig:
 
 
 class DFlash(nn.Module):
-    """With the anchor at position s: context is features 0..s-1, the block sits at s..s+B-1, slot i ≥ 1 predicts s+i."""
+    """With the anchor at position s: context is 0..s-1, the block sits at s..s+B-1, slot i ≥ 1 predicts s+i."""
+
+    layers: list[Layer]  # nn.ModuleList, which forgets what it holds
+    target_ids: Tensor | None
+    mask_embedding: Tensor | None
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -48,7 +52,7 @@ class DFlash(nn.Module):
         shape = config.shape
         self.fc = Linear(len(config.taps) * config.target_width, shape.width, bias=False)
         self.hidden_norm = RMSNorm(shape.width, shape.norm_eps)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(config.layers))  # type: ignore[assignment]
         self.norm = RMSNorm(shape.width, shape.norm_eps)
         self.embedding = nn.Embedding(config.vocab_size, shape.width) if config.own_embedding else None
         self.lm_head = Linear(shape.width, config.draft_vocab_size, bias=False) if config.own_head else None
@@ -120,7 +124,7 @@ class DFlash(nn.Module):
         return KVCache(self.config.layers, shape.kv_heads, shape.head_dim, capacity, weight.dtype, weight.device)
 
     def parts(self) -> list[Part]:
-        """Checkpoint names of every parameter (z-lab's layout, which speculators shares but for its vocabulary tensors)."""
+        """Checkpoint names of every parameter; z-lab's and speculators' layouts share them."""
         parts = [Part(getattr(self, name), "weight", [f"{name}.weight"]) for name in ("fc", "hidden_norm", "norm")]
         if self.embedding is not None:
             parts.append(Part(self.embedding, "weight", ["embed_tokens.weight"]))

@@ -18,7 +18,9 @@ class DraftModel(Protocol):
     """The weights behind one or several drafters; `taps` are the boundary ids of the features it reads."""
 
     target_ids: Tensor | None
-    config: Any
+
+    @property
+    def config(self) -> Any: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -108,8 +110,10 @@ class Drafter(Protocol):
 
     name: str
     family: str
-    model: DraftModel
     rows: int
+
+    @property
+    def model(self) -> DraftModel: ...
 
     def catch_up(self, state: DraftState, log: FeatureLog, kv_only: bool = True) -> int:
         """Consume the backlog as far as the next draft allows; returns the rows consumed.

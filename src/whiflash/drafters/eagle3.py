@@ -69,6 +69,9 @@ class Eagle3(nn.Module):
     The rotary position of a row is its feature position p. A fed-back output enters as x, never through `fuse`.
     """
 
+    extra: list[Layer]  # nn.ModuleList, which forgets what it holds
+    target_ids: Tensor | None
+
     def __init__(self, config: Eagle3Config):
         super().__init__()
         self.config = config
@@ -80,7 +83,7 @@ class Eagle3(nn.Module):
         )
         self.fc = Linear(features, shape.width, bias=config.fc_bias)
         self.layer = Eagle3Layer(config)
-        self.extra = nn.ModuleList(Layer(plain) for _ in range(config.layers - 1))
+        self.extra = nn.ModuleList(Layer(plain) for _ in range(config.layers - 1))  # type: ignore[assignment]
         self.norm = RMSNorm(shape.width, shape.norm_eps)
         self.lm_head = Linear(shape.width, config.draft_vocab_size, bias=False)
         self.embedding = nn.Embedding(config.vocab_size, shape.width) if config.own_embedding else None
@@ -170,8 +173,8 @@ class Eagle3(nn.Module):
 class Eagle3Drafter:
     """A chain of `depth` tokens, or with `top_k` > 1 the dynamic tree of EAGLE-2.
 
-    The tree grows `depth` levels, each expanding the `top_k` best nodes of the last into `top_k` children, and keeps the
-    `total_tokens` - 1 best of all candidates besides the root.
+    The tree grows `depth` levels, each expanding the `top_k` best nodes of the last into `top_k` children, and keeps
+    the `total_tokens` - 1 best of all candidates besides the root.
     """
 
     name, family = "e3", "autoregressive"

@@ -1,7 +1,7 @@
 """What the published checkpoint layouts say: from config keys and tensor names to `Eagle3Config` and `DFlashConfig`.
 
-Layouts are told apart by tensor names, not by `architectures`, which published files get wrong. Where two public loaders
-read the same key differently, the comment says which reading is taken.
+Layouts are told apart by tensor names, not by `architectures`, which published files get wrong. Where two public
+loaders read the same key differently, the comment says which reading is taken.
 """
 
 from collections.abc import Mapping
@@ -54,8 +54,8 @@ def kind(weights: Weights, config: Mapping[str, Any]) -> Literal["eagle3", "dfla
     if "hidden_norm.weight" in weights and "layers.0.self_attn.q_norm.weight" in weights:
         return "dflash"
     raise WhiFlashError(
-        f"{weights.path} is neither an EAGLE-3 head (midlayer.* or layers.0.hidden_norm) nor a DFlash model (hidden_norm, "
-        f"layers.*.self_attn.q_norm); its tensors begin {', '.join(list(weights)[:4])}"
+        f"{weights.path} is neither an EAGLE-3 head (midlayer.* or layers.0.hidden_norm) nor a DFlash model "
+        f"(hidden_norm, layers.*.self_attn.q_norm); its tensors begin {', '.join(list(weights)[:4])}"
     )
 
 
@@ -85,7 +85,7 @@ def read_eagle3(
     target_width = int(raw.get("target_hidden_size") or nested.get("target_hidden_size") or 0) or fused // count
     if fused != count * target_width:
         raise WhiFlashError(
-            f"fc.weight of {weights.path} reads {fused} values, which is not {count} tapped layers of width {target_width}"
+            f"fc.weight of {weights.path} reads {fused} values, not {count} tapped layers of width {target_width}"
         )
     layers = 1 + sum(f"layers.{i}.mlp.gate_proj.weight" in weights for i in range(1, 64))
     draft_vocab, _ = weights.shape("lm_head.weight")
@@ -120,7 +120,7 @@ def _eagle3_taps(
     speculators: bool,
     tap_ids: TapIds | None,
 ) -> tuple[int, ...]:
-    """Boundary ids. An explicit list means output ids (add 1) in SpecForge and SGLang, boundary ids in vLLM and speculators."""
+    """Boundary ids. A list means output ids (add 1) in SpecForge and SGLang, boundary ids in vLLM and speculators."""
     if not ids:
         if target_layers is None:
             raise WhiFlashError(
@@ -174,8 +174,8 @@ def read_dflash(
     mask_token_id, block_size = setting("mask_token_id"), setting("block_size")
     if mask_token_id is None or block_size is None:
         raise WhiFlashError(
-            f"the config of {weights.path} gives no {'mask_token_id' if mask_token_id is None else 'block_size'}, without "
-            "which a DFlash model cannot draft; no default is safe"
+            f"the config of {weights.path} gives no {'mask_token_id' if mask_token_id is None else 'block_size'}, "
+            "without which a DFlash model cannot draft; no default is safe"
         )
     own_head = "lm_head.weight" in weights
     windows, causal = _dflash_attention(inner, raw, options, layers, speculators)
@@ -218,7 +218,7 @@ def _dflash_taps(
 def _dflash_attention(
     inner: Mapping[str, Any], raw: Mapping[str, Any], options: Mapping[str, Any], layers: int, speculators: bool
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Windows and in-block causality per layer: sliding layers are causal (SpecForge, SGLang) unless the config says not."""
+    """Windows and in-block causality per layer: sliding layers are causal (SpecForge, SGLang) unless told otherwise."""
     if options.get("use_swa", raw.get("use_swa")):
         window = options.get("swa_window_size", raw.get("swa_window_size"))
         if not window:

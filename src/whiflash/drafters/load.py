@@ -76,8 +76,8 @@ def load_dflash(
         config.shape.width != target.width and not (config.own_embedding and config.own_head)
     ):
         raise WhiFlashError(
-            f"DFlash model {name} reads features of width {config.target_width} and has width {config.shape.width}, but "
-            f"target {target.name} has width {target.width}; use the model trained for this target"
+            f"DFlash model {name} reads features of width {config.target_width} and has width {config.shape.width}, "
+            f"but target {target.name} has width {target.width}; use the model trained for this target"
         )
     declared = raw.get("num_target_layers")
     if declared is not None and int(declared) != target.layers:

@@ -46,7 +46,7 @@ class KVCache:
         self.length = length
 
     def keep_path(self, start: int, path: Tensor) -> None:
-        """Of the rows written from `start` on, keep those at offsets `path` [m] (ascending), moved to start..start+m-1."""
+        """Of the rows written from `start` on, keep those at offsets `path` [m] (ascending), moved to `start` on."""
         end = start + path.shape[0]
         self.rows[..., start:end, :] = self.rows.index_select(4, path + start)
         self.length = end

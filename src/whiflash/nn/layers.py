@@ -81,7 +81,7 @@ class Attention(nn.Module):
             self.kv.bias = nn.Parameter(self.qkv.bias[skip:].detach().contiguous(), requires_grad=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """q over k, v, through the output product: [B, T, width]. `mask` is additive and broadcasts to [B, heads, T, S]."""
+        """q over k, v, through the output product: [B, T, width]. `mask` is additive, broadcast to [B, heads, T, S]."""
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads
         )

@@ -14,7 +14,7 @@ class Linear(nn.Linear):
     """y = x Wᵀ + b for x [..., in].
 
     `pack()` moves the weight into oneDNN's blocked layout, which halves the time of one row and makes the next fifteen
-    nearly free on CPU. It is one way: the dense weight is released. Elsewhere, or without the operator, it does nothing.
+    nearly free on CPU. It is one way: the dense weight is released. Elsewhere, or without the operator, it is a no-op.
     """
 
     packed: Tensor | None = None

@@ -6,7 +6,7 @@ from whiflash.routers.router import Signal, check_threshold
 
 
 class EntropyRouter:
-    """Slot 1 (the autoregressive drafter of df-e3 and ddt-e3) where entropy in nats exceeds the threshold, else slot 0."""
+    """Slot 1 (autoregressive in df-e3 and ddt-e3) where entropy in nats exceeds the threshold, else slot 0."""
 
     name = "entropy"
 

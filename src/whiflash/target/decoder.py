@@ -14,11 +14,13 @@ from whiflash.target.config import TargetConfig
 
 
 class Decoder(nn.Module):
+    layers: list[Layer]  # nn.ModuleList, which forgets what it holds
+
     def __init__(self, config: TargetConfig):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Layer(config.shape) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config.shape) for _ in range(config.layers))  # type: ignore[assignment]
         self.norm = RMSNorm(config.width, config.shape.norm_eps)
         self.lm_head = Linear(config.width, config.vocab_size, bias=False)
 

@@ -1,5 +1,6 @@
 """From a name to a `Target`."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ def load_target(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     runtime: bool = True,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Target:
     """Load a causal language model by hub id, directory, or `smollm2-135m` (the embedded one).
 
@@ -33,7 +35,7 @@ def load_target(
             raise WhiFlashError(f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    path = embedded.prepare() if str(name) == embedded.NAME else resolve(name, "target")
+    path = embedded.prepare(progress) if str(name) == embedded.NAME else resolve(name, "target")
     if not path.is_dir():
         raise WhiFlashError(f"target {name} is a file; expected a model directory or a hub id")
     raw = read_config(path, "target")

@@ -69,7 +69,7 @@ class Target:
         `template` goes to the chat template as it is (`enable_thinking=False`, …).
         """
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
-            return self._checked([int(t) for t in prompt])  # type: ignore[arg-type, call-overload]
+            return self._checked([int(t) for t in prompt])  # type: ignore[arg-type]
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise WhiFlashError("the prompt is empty; give at least one word, message or token id")
         messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -101,7 +101,7 @@ class Target:
 
 
 def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
-    """Every end-of-sequence id of generation_config.json (a number or a list), else of config.json, else the tokenizer's."""
+    """Every end-of-sequence id of generation_config.json (one or a list), else of config.json, else the tokenizer's."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
         ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None

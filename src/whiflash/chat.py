@@ -1,0 +1,59 @@
+"""The multi-turn terminal chat: one session, so that each turn computes only what is new."""
+
+from typing import Any
+
+from rich.console import Console
+
+from whiflash.errors import WhiFlashError
+from whiflash.model import WhiFlash
+from whiflash.terminal import Painter, print_painted, summary
+
+
+def converse(model: WhiFlash, system: str | None = None, color: bool = False, **options: Any) -> None:
+    """Read turns from standard input until it ends or /exit."""
+    console = Console(highlight=False, force_terminal=True if color else None)
+    session, messages = model.session(), _opening(system)
+    while True:
+        try:
+            text = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if text in ("/exit", "/quit"):
+            return
+        if text == "/reset":
+            session, messages = model.session(), _opening(system)
+            continue
+        if not text:
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            answer = _answer(model, session, messages, console, color, options)
+        except WhiFlashError as error:
+            # most likely the context is full; the conversation so far stays usable after /reset
+            messages.pop()
+            console.print(f"error: {error}", style="red")
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _opening(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _answer(model: WhiFlash, session: Any, messages: list, console: Console, color: bool, options: dict) -> str:
+    stream = model.stream(messages, session=session, **options)
+    painter = Painter(model.target.decode)
+    try:
+        for piece in stream:
+            if color:
+                print_painted(console, painter.spans(piece))
+            else:
+                console.out(piece.text, end="")
+            console.file.flush()
+    except KeyboardInterrupt:
+        console.out(stream.interrupt().text, end="")
+    out = stream.output()
+    console.print()
+    console.print(summary(out.stats), style="dim")
+    return out.text

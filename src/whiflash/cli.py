@@ -1,0 +1,255 @@
+"""`whiflash`: one command each; heavy imports wait for theirs."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whiflash import options as o
+from whiflash.errors import WhiFlashError
+
+if TYPE_CHECKING:
+    from whiflash.model import WhiFlash
+
+app = typer.Typer(
+    help="Speculative decoding with several drafters and a router that picks one every round; exact output.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line; bad input ends in one sentence and exit code 2, Ctrl-C in 130."""
+    try:
+        app()
+    except WhiFlashError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _load(**given: Any) -> "WhiFlash":
+    from whiflash.drafters.load import load_dflash, load_eagle3
+    from whiflash.model import Drafting, WhiFlash
+    from whiflash.progress import bar
+    from whiflash.target.load import load_target
+
+    with bar("preparing the embedded target") as progress:
+        target = load_target(
+            given.pop("target"), dtype=given.pop("dtype"), device=given.pop("device"), progress=progress
+        )
+    tap_ids = given.pop("tap_ids")
+    if tap_ids is not None:
+        if tap_ids not in ("output", "boundary"):
+            raise WhiFlashError(f"--tap-ids must be output or boundary, got {tap_ids!r}")
+        for name, load in (("dflash", load_dflash), ("eagle3", load_eagle3)):
+            if given[name] is not None:
+                given[name] = load(given[name], target, tap_ids=tap_ids)
+    shape = {name: given.pop(name) for name in ("tree_budget", "block_size")}
+    eagle = {f"eagle3_{name}": given.pop(f"eagle_{name}") for name in ("depth", "top_k", "total_tokens")}
+    return WhiFlash.from_pretrained(target, drafting=Drafting(**shape, **eagle), **given)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's text; - reads it from standard input.")],
+    target: o.Target = "smollm2-135m",
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    drafters: o.Drafters = "df-e3",
+    dflash: o.Dflash = None,
+    eagle3: o.Eagle3 = None,
+    router: o.RouterName = None,
+    threshold: o.Threshold = None,
+    slot: o.Slot = 0,
+    router_flip: o.Flip = False,
+    tree_budget: o.TreeBudget = 16,
+    block_size: o.BlockSize = None,
+    eagle_depth: o.EagleDepth = 5,
+    eagle_top_k: o.EagleTopK = 1,
+    eagle_total_tokens: o.EagleTotal = None,
+    tap_ids: o.TapIds = None,
+    lazy_catchup: o.Lazy = True,
+    kv_only: o.KvOnly = True,
+    max_new_tokens: o.MaxNew = 256,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    stop_token_id: o.StopId = None,
+    ignore_eos: o.IgnoreEos = False,
+    system: o.System = None,
+    enable_thinking: o.Thinking = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write one line of JSON a round to this file.")] = None,
+    color: o.Color = False,
+) -> None:
+    """Answer one prompt, streaming; ends with a line of figures on standard error."""
+    from rich.console import Console
+
+    from whiflash.decoding.trace import trace_line
+    from whiflash.terminal import Painter, legend, print_painted, summary
+
+    if trace is not None:
+        _check_writable(trace)
+    model = _load(
+        target=target, dtype=dtype, device=device, drafters=drafters, dflash=dflash, eagle3=eagle3, router=router,
+        threshold=threshold, slot=slot, router_flip=router_flip, tree_budget=tree_budget, block_size=block_size,
+        eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens, tap_ids=tap_ids,
+        lazy=lazy_catchup, kv_only=kv_only,
+    )  # fmt: skip
+    stream = model.stream(
+        sys.stdin.read() if prompt == "-" else prompt,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        stop=stop or (), stop_token_ids=stop_token_id or (), ignore_eos=ignore_eos, system=system,
+        **_template(enable_thinking),
+    )  # fmt: skip
+    console = Console(force_terminal=True if color else None, highlight=False)
+    painter = Painter(model.target.decode, stop or ()) if color else None
+    interrupted = False
+    try:
+        for piece in stream:
+            if as_json:
+                continue
+            if painter is not None:
+                print_painted(console, painter.spans(piece))
+            else:
+                typer.echo(piece.text, nl=False)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+        rest = stream.interrupt()
+        if not as_json and painter is None:
+            typer.echo(rest.text, nl=False)
+    out = stream.output()
+    if as_json:
+        typer.echo(json.dumps(_as_json(out), allow_nan=False))
+    else:
+        if painter is not None:
+            print_painted(console, iter([painter.rest()]))
+        typer.echo()
+        if painter is not None:
+            console.print(legend([d.name for d in model.drafters]))
+    if trace is not None:
+        _replace(trace, "".join(trace_line(i, r) + "\n" for i, r in enumerate(out.rounds)))
+    typer.echo(summary(out.stats), err=True)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def chat(
+    target: o.Target = "smollm2-135m",
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    drafters: o.Drafters = "df-e3",
+    dflash: o.Dflash = None,
+    eagle3: o.Eagle3 = None,
+    router: o.RouterName = None,
+    threshold: o.Threshold = None,
+    slot: o.Slot = 0,
+    router_flip: o.Flip = False,
+    tree_budget: o.TreeBudget = 16,
+    block_size: o.BlockSize = None,
+    eagle_depth: o.EagleDepth = 5,
+    eagle_top_k: o.EagleTopK = 1,
+    eagle_total_tokens: o.EagleTotal = None,
+    tap_ids: o.TapIds = None,
+    max_new_tokens: o.MaxNew = 512,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    seed: o.Seed = None,
+    system: o.System = None,
+    enable_thinking: o.Thinking = None,
+    color: o.Color = False,
+) -> None:
+    """Talk in turns that share caches. Ctrl-C stops an answer, /reset starts anew, Ctrl-D or /exit leaves."""
+    from whiflash.chat import converse
+
+    model = _load(
+        target=target, dtype=dtype, device=device, drafters=drafters, dflash=dflash, eagle3=eagle3, router=router,
+        threshold=threshold, slot=slot, router_flip=router_flip, tree_budget=tree_budget, block_size=block_size,
+        eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens, tap_ids=tap_ids,
+    )  # fmt: skip
+    converse(
+        model, system=system, color=color,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        **_template(enable_thinking),
+    )  # fmt: skip
+
+
+@app.command()
+def info(
+    checkpoint: Annotated[str, typer.Argument(help="Hub id, directory or file of a target, drafter or router.")],
+    target_layers: Annotated[
+        int | None, typer.Option(help="Layers of the target, for drafters that tap its default layers.")
+    ] = None,
+) -> None:
+    """Print what the loader understands of a checkpoint."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from whiflash.inspect import describe
+
+    table = Table(show_header=False, box=None)
+    for key, value in describe(checkpoint, target_layers).items():
+        table.add_row(key, str(value))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def demo(
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens an answer.")] = 96,
+    threshold: Annotated[float | None, typer.Option(help="The router's threshold.")] = None,
+) -> None:
+    """Answer one prompt a category with every method, and compare speed and output."""
+    from whiflash.demo import run
+
+    if not run(max_new_tokens, threshold):
+        raise typer.Exit(1)
+
+
+def _template(enable_thinking: bool | None) -> dict[str, Any]:
+    return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir() or not path.parent.is_dir():
+        raise WhiFlashError(f"cannot write the trace to {path}: it must be a file in a directory that exists")
+    try:
+        _replace(path.with_name(path.name + ".check"), "").unlink()
+    except OSError as error:
+        raise WhiFlashError(f"cannot write the trace to {path}: {error.strerror}; choose another place") from error
+
+
+def _replace(path: Path, text: str) -> Path:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, "utf-8")
+    return partial.replace(path)
+
+
+def _as_json(out: Any) -> dict[str, Any]:
+    from whiflash.decoding.trace import trace_line
+
+    stats = {**asdict(out.stats), "tokens_per_second": out.stats.tokens_per_second}
+    return {
+        "text": out.text,
+        "tokens": out.tokens,
+        "finish_reason": out.finish_reason,
+        "stats": {k: None if isinstance(v, float) and v != v else v for k, v in stats.items()},
+        "rounds": [json.loads(trace_line(i, r)) for i, r in enumerate(out.rounds)],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""WhiFlash: a target, its drafters and a router, ready to generate."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whiflash.decoding.sampling import Sampler, Sampling
+from whiflash.decoding.session import Round, Session
+from whiflash.decoding.stopping import Answer, Stopping
+from whiflash.decoding.trace import Stats, summarise
+from whiflash.drafters.ddtree import DDTreeDrafter
+from whiflash.drafters.dflash import DFlash, DFlashDrafter
+from whiflash.drafters.drafter import Drafter
+from whiflash.drafters.eagle3 import Eagle3, Eagle3Drafter
+from whiflash.drafters.load import load_dflash, load_eagle3
+from whiflash.errors import WhiFlashError
+from whiflash.routers.entropy import EntropyRouter
+from whiflash.routers.fixed import FixedRouter
+from whiflash.routers.neural import NeuralRouter, Setting
+from whiflash.routers.router import Router
+from whiflash.target import embedded
+from whiflash.target.load import load_target
+from whiflash.target.target import Prompt, Target
+
+PAIRS = ("df-e3", "ddt-e3", "df-ddt")
+SINGLES = ("df", "ddt", "e3")
+ROUTERS = ("fixed", "entropy", "neural")
+ASSETS = Path(__file__).parent / "assets" / embedded.NAME
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Shapes of the drafts: DFlash's block, DDTree's budget (nodes besides the root), EAGLE-3's chain or tree."""
+
+    block_size: int | None = None
+    tree_budget: int = 16
+    eagle3_depth: int = 5
+    eagle3_top_k: int = 1
+    eagle3_total_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that became certain, and what it came from: the round's tokens (None for the prompt pass's own token)."""
+
+    text: str
+    tokens: list[int]
+    round: Round | None = None
+
+
+@dataclass
+class Output:
+    """A finished answer. `tokens` end with the stop token if one came; `text` leaves special tokens out."""
+
+    text: str
+    tokens: list[int]
+    rounds: list[Round]
+    finish_reason: str
+    stats: Stats
+    prompt_tokens: list[int] = field(default_factory=list)
+
+
+class WhiFlash:
+    """The whole system for one target. Weights are shared by all requests; a `Session` holds what belongs to one."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Sequence[Drafter] = (),
+        router: Router | None = None,
+        *,
+        lazy: bool = True,
+        kv_only: bool = True,
+        timed: bool = False,
+    ):
+        if len(drafters) > 1 and router is None:
+            raise WhiFlashError("several drafters need a router; give one, or a single drafter")
+        self.target, self.drafters = target, tuple(drafters)
+        self.router = router or (FixedRouter() if drafters else None)
+        self.lazy, self.kv_only, self.timed = lazy, kv_only, timed
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path | Target = embedded.NAME,
+        *,
+        dflash: str | Path | DFlash | None = None,
+        eagle3: str | Path | Eagle3 | None = None,
+        drafters: str = "df-e3",
+        router: str | Path | Router | None = None,
+        threshold: float | None = None,
+        drafting: Drafting | None = None,
+        slot: int = 0,
+        router_flip: bool = False,
+        dtype: str | None = None,
+        device: str | None = None,
+        lazy: bool = True,
+        kv_only: bool = True,
+        timed: bool = False,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> "WhiFlash":
+        """Load everything by hub id or directory; what is left out takes the embedded default.
+
+        drafters: "none", one of df, ddt, e3, or a pair df-e3, ddt-e3, df-ddt (slot 0, slot 1). router, for a pair:
+        "fixed" (always `slot`), "entropy" (the default), "neural" (the shipped one), or a neural router's hub id,
+        directory or file. threshold: entropy in nats, or ΔAL. router_flip: a
+        bare router file whose positive output means slot 0. progress: called while the embedded target is prepared.
+        """
+        names = _parse_drafters(drafters)
+        drafting = drafting or Drafting()
+        if not isinstance(target, Target):
+            target = load_target(target, dtype=dtype, device=device, progress=progress)
+        dflash_model = eagle3_model = None
+        if {"df", "ddt"} & set(names):
+            source = dflash if dflash is not None else _shipped("dflash", "dflash", target)
+            dflash_model = source if isinstance(source, DFlash) else load_dflash(source, target)
+        if "e3" in names:
+            source3 = eagle3 if eagle3 is not None else _shipped("eagle3", "eagle3", target)
+            eagle3_model = source3 if isinstance(source3, Eagle3) else load_eagle3(source3, target)
+        built = [_drafter(name, dflash_model, eagle3_model, drafting) for name in names]
+        chosen = _router(router, names, threshold, slot, router_flip, target, drafting)
+        return cls(target, built, chosen, lazy=lazy, kv_only=kv_only, timed=timed)
+
+    def session(self, capacity: int = 1024) -> Session:
+        """A fresh session; hand it to `generate` or `stream` again to keep the caches between the turns of a chat."""
+        return Session(
+            self.target,
+            self.drafters,
+            self.router,
+            lazy=self.lazy,
+            kv_only=self.kv_only,
+            timed=self.timed,
+            capacity=capacity,
+        )
+
+    def generate(self, prompt: Prompt, **options: Any) -> Output:
+        """The whole answer at once; options as for `stream`."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.output()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        system: str | None = None,
+        session: Session | None = None,
+        **template: Any,
+    ) -> "Stream":
+        """Iterate over the answer as it comes. prompt: a text, a list of messages, or token ids.
+
+        The answer ends at any end-of-sequence id of the target (unless `ignore_eos`), at `stop_token_ids`, before a
+        `stop` string, or after max_new_tokens. `template` goes to the chat template (`enable_thinking=False`, …).
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        stopping = Stopping(
+            max_new_tokens,
+            frozenset(stop_token_ids) | (frozenset() if ignore_eos else self.target.stop_ids),
+            (stop,) if isinstance(stop, str) else tuple(stop),
+        )
+        tokens = self.target.encode(prompt, system, **template)
+        if len(tokens) + max_new_tokens > self.target.max_positions:
+            raise WhiFlashError(
+                f"the prompt has {len(tokens)} tokens and {max_new_tokens} new ones are asked for, but "
+                f"{self.target.name} reads at most {self.target.max_positions}; shorten the prompt or ask for fewer"
+            )
+        if session is None:
+            rows = max((d.rows for d in self.drafters), default=1)
+            session = self.session(len(tokens) + max_new_tokens + rows)
+        return Stream(session, tokens, sampling, stopping)
+
+
+class Stream:
+    """An answer in the making: iterate for its pieces, then ask for `output()`. `interrupt()` ends it where it is."""
+
+    def __init__(self, session: Session, tokens: list[int], sampling: Sampling, stopping: Stopping):
+        self._session, self._prompt = session, tokens
+        self._sampler = None if sampling.greedy else Sampler(sampling, session.target.device)
+        self._answer = Answer(session.target.decode, stopping)
+        self._rounds: list[Round] = []
+        self._prefill = self._decode = 0.0
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def _run(self) -> Iterator[Piece]:
+        started = time.perf_counter()
+        first = self._session.prefill(self._prompt, self._sampler)
+        self._answer.take([first])
+        self._prefill = time.perf_counter() - started
+        yield Piece(self._answer.piece(), [first])
+        while self._answer.finish_reason is None:
+            started = time.perf_counter()
+            r = self._session.round(self._answer.take)
+            self._decode += time.perf_counter() - started
+            self._rounds.append(r)
+            yield Piece(self._answer.piece(), r.tokens, r)
+
+    def interrupt(self) -> Piece:
+        """End the answer now; returns the text that was held back."""
+        self._pieces.close()  # type: ignore[attr-defined]
+        return Piece(self._answer.close("interrupted"), [])
+
+    def output(self) -> Output:
+        answer = self._answer
+        stats = summarise(self._rounds, len(self._prompt), len(answer.tokens), self._prefill, self._decode)
+        return Output(
+            answer.text, answer.tokens, self._rounds, answer.finish_reason or "unfinished", stats, self._prompt
+        )
+
+
+def _parse_drafters(drafters: str) -> tuple[str, ...]:
+    if drafters == "none":
+        return ()
+    if drafters not in (*SINGLES, *PAIRS):
+        raise WhiFlashError(
+            f"drafters {drafters!r} are not known; expected none, one of {', '.join(SINGLES)}, "
+            f"or a pair {', '.join(PAIRS)}"
+        )
+    return tuple(drafters.split("-"))
+
+
+def _shipped(name: str, argument: str, target: Target) -> Path:
+    """What the package ships for the embedded target."""
+    if target.name != embedded.NAME:
+        raise WhiFlashError(
+            f"no {argument} checkpoint ships for {target.name}; give one ({argument}=… or --{argument}), "
+            "train one (`whiflash train`), or decode plainly with drafters none"
+        )
+    if not (ASSETS / name).is_dir():
+        raise WhiFlashError(f"this build ships no {argument} for {target.name}; give one with {argument}=…")
+    return ASSETS / name
+
+
+def _drafter(name: str, dflash: DFlash | None, eagle3: Eagle3 | None, drafting: Drafting) -> Drafter:
+    if name == "e3":
+        assert eagle3 is not None
+        return Eagle3Drafter(eagle3, drafting.eagle3_depth, drafting.eagle3_top_k, drafting.eagle3_total_tokens)
+    assert dflash is not None
+    if name == "ddt":
+        return DDTreeDrafter(dflash, drafting.tree_budget, drafting.block_size)
+    return DFlashDrafter(dflash, drafting.block_size)
+
+
+def _router(
+    router: str | Path | Router | None,
+    names: tuple[str, ...],
+    threshold: float | None,
+    slot: int,
+    flip: bool,
+    target: Target,
+    drafting: Drafting,
+) -> Router | None:
+    if len(names) < 2:
+        if router is not None or threshold is not None:
+            raise WhiFlashError(f"a router chooses between two drafters, but drafters is {'-'.join(names) or 'none'!r}")
+        return None
+    if router is not None and not isinstance(router, str | Path):
+        return router
+    if router in (None, "entropy"):
+        return EntropyRouter() if threshold is None else EntropyRouter(threshold)
+    if router == "fixed":
+        if threshold is not None:
+            raise WhiFlashError("the fixed router has no threshold; leave it out, or use entropy or neural")
+        return FixedRouter(slot, len(names))
+    pair = "-".join(names)
+    source = _shipped(f"router-{pair}", "router", target) if router == "neural" else router
+    setting = Setting(
+        target.fingerprint(), target.name, pair, drafting.tree_budget if "ddt" in names else None, target.width
+    )
+    assert source is not None
+    return NeuralRouter.load(source, setting, threshold, flip, target.device)
