@@ -1,9 +1,9 @@
 """The acceptance that training reports is what decoding, step by step with caches, arrives at."""
 
 import pytest
-import tiny_training as setup
 import torch
 
+import tiny_training as setup
 from whiflash.training import dflash, eagle3
 from whiflash.training.dflash import DFlashTrainee, new_drafter
 from whiflash.training.eagle3 import Eagle3Trainee, new_head

@@ -1,11 +1,11 @@
-"""No drafter sees the future while it trains: what lies at or behind a place changes nothing that place may not know."""
+"""No drafter sees the future while it trains: the later changes nothing of the earlier."""
 
 from dataclasses import replace
 
 import pytest
-import tiny_training as setup
 import torch
 
+import tiny_training as setup
 from whiflash.training import dflash, eagle3
 from whiflash.training.dflash import block_mask, blocks, new_drafter
 from whiflash.training.eagle3 import new_head, unroll

@@ -4,9 +4,9 @@ import json
 from functools import cache
 from pathlib import Path
 
-import tiny
 import torch
 
+import tiny
 from whiflash.target.load import load_target
 from whiflash.target.target import Target
 from whiflash.training.dflash import DFlashRecipe

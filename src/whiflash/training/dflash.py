@@ -235,7 +235,7 @@ def accepted(drafter: DFlash, sample: Sample, block: int, head=None, ids: Tensor
 def train_dflash(
     recipe: DFlashRecipe, target: Target, source: Source, held: Sequence[Sample], out: str | Path, log=print
 ) -> Run:
-    """Train a drafter on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` already holds."""
+    """Train a drafter on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` holds."""
     ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
     trainee = DFlashTrainee(new_drafter(target, source.taps, recipe, source), target, recipe, ids, held)
     settings = {k: v for k, v in asdict(recipe).items() if k != "loop"}

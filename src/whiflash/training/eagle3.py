@@ -47,7 +47,7 @@ class Eagle3Recipe:
 
 
 def new_head(target: Target, taps: Sequence[int], ids: Tensor, recipe: Eagle3Recipe) -> Eagle3:
-    """A head that starts from the target's last layer, final norm and head; the embedding half of q, k, v from noise."""
+    """A head that starts from the target's last layer, norm and head; the embedding half of q, k, v from noise."""
     shape = shape_of(target)
     width = shape.width
     config = Eagle3Config(
@@ -161,7 +161,7 @@ def accepted(head: Eagle3, sample: Sample, chain: int) -> list[int]:
 def train_eagle3(
     recipe: Eagle3Recipe, target: Target, source: Source, held: Sequence[Sample], out: str | Path, log=print
 ) -> Run:
-    """Train a head on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` already holds."""
+    """Train a head on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` holds."""
     ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
     head = new_head(target, source.taps, ids, recipe)
     trainee = Eagle3Trainee(head, target, recipe, held)

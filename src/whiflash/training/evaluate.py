@@ -64,6 +64,7 @@ class Scores:
         return {
             c: {"rounds": round(t / r, 4), "positions": round(n / p, 4), "first": round(f / p, 4)}
             for c, (r, t, p, n, f) in rows.items()
+            if r
         }
 
     def _counters(self) -> tuple[dict[str, int], ...]:

@@ -113,7 +113,7 @@ def _write(directory: Path, settings: dict[str, Any], parts: list[Part], extra: 
 
 def _card(kind: str, target: Target, settings: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """The model card: what it drafts for, how it was trained, what it accepts on held-out texts."""
-    history = report.get("history", [])
+    history = [row for row in report.get("history", []) if row["acceptance"]]
     lines = [f"# {kind} drafter for {target.name}", ""]
     lines += ["Trained by WhiFlash (`whiflash train`) on the target's own answers; weights in float16.", ""]
     if history:

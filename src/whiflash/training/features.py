@@ -1,8 +1,8 @@
 """The target's states on known texts, which is all that a drafter learns from: computed once, or text by text.
 
-A `Features` directory holds one `manifest.json` and shards of 64 texts, `00007-<texts>-<crc32>.npy`: float16 rows, one a
-position, the tapped states followed by the final-normed hidden state. A shard's name carries the hash of its texts and
-the checksum of its content, so there is no side file that could disagree with it.
+A `Cached` directory holds one `manifest.json` and shards of 64 texts, `00007-<texts>-<crc32>.npy`: float16 rows,
+one a position, the tapped states followed by the final-normed hidden state. A shard's name carries the hash of its
+texts and the checksum of its content, so there is no side file that could disagree with it.
 """
 
 import json
@@ -96,7 +96,7 @@ def read_texts(file: str | Path, target: Target, max_length: int = 2048) -> list
 
 
 def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
-    """Set up to `held_out` texts apart, evenly over categories but no more than a fifth of any, never splitting a prompt.
+    """Set up to `held_out` texts apart, evenly over categories, at most a fifth of any, prompts never split.
 
     The choice depends on the texts alone, so growing the data keeps what was held out (up to its share) held out.
     """
@@ -234,7 +234,7 @@ class Cached:
             temporary.unlink(missing_ok=True)
             raise WhiFlashError(
                 f"shard {shard} of {self.directory} cannot be written ({error.strerror}); finished shards are kept: "
-                f"free about {rows.nbytes * (self.shards - shard) >> 20} MB and run again, or train with online features"
+                f"free about {rows.nbytes * (self.shards - shard) >> 20} MB and run again, or use online features"
             ) from error
 
     def _check_manifest(self, manifest: dict[str, Any]) -> None:

@@ -248,11 +248,9 @@ def _evaluate(
         "acceptance": scores.table(),
     }
     run.history.append(row)
-    overall = row["acceptance"]["overall"]
-    log(
-        f"step {run.step}  loss {row['loss']}  held-out AL {overall['rounds']} in rounds, {overall['positions']} over positions"
-    )
-    for name in ("last", "best") if scores.acceptance > run.best else ("last",):
+    log(f"step {run.step}  loss {row['loss']}  held-out AL {scores.acceptance:.4f} in rounds")
+    # without held-out texts the last is the best
+    for name in ("last", "best") if scores.acceptance >= run.best else ("last",):
         trainee.export(out / name, {"history": run.history})
     run.best = max(run.best, scores.acceptance)
 

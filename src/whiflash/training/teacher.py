@@ -18,7 +18,7 @@ from whiflash.training.features import Text
 
 
 def draft_vocabulary(texts: Sequence[Text], vocab_size: int, size: int, keep: Sequence[int] = ()) -> Tensor:
-    """The `size` ids most frequent in the answers, ascending; `keep` first, prompts and low ids where answers run out."""
+    """The `size` ids most frequent in the answers, ascending; `keep` first, low ids where texts run out."""
     if not 0 < size <= vocab_size:
         raise WhiFlashError(f"draft_vocab must lie in 1..{vocab_size}, the target's vocabulary, not {size}")
     answers, prompts = Counter[int](), Counter[int]()
