@@ -1,0 +1,155 @@
+"""What each drafter gets accepted at every position of known texts: exact, and without decoding.
+
+With the root at position s the router sees the target's final hidden state at s-1, the node that produced the root.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from whiflash.drafters.dflash import DFlash
+from whiflash.drafters.eagle3 import Eagle3
+from whiflash.drafters.load import load_dflash, load_eagle3
+from whiflash.errors import WhiFlashError
+from whiflash.nn.weights import resolve
+from whiflash.target.target import Target
+from whiflash.training import dflash, eagle3
+from whiflash.training.evaluate import accepted_lengths
+from whiflash.training.features import Sample, Source
+from whiflash.training.journal import Journal
+
+# blocks whose full logits are held at a time
+ANCHORS = 32
+
+
+@dataclass
+class Drafters:
+    """The two draft models a router may choose between, in float32, with the identity of their checkpoints."""
+
+    target: Target
+    dflash: DFlash
+    eagle3: Eagle3 | None
+    identity: dict[str, str]
+
+    @classmethod
+    def load(cls, target: Target, dflash_path: str | Path, eagle3_path: str | Path | None) -> "Drafters":
+        paths = {"df": dflash_path, "e3": eagle3_path}
+        model = load_dflash(dflash_path, target, packed=False).float()
+        if any(model.config.causal) or any(model.config.windows):
+            raise WhiFlashError(f"{dflash_path} has causal or sliding layers, for which routers cannot be trained yet")
+        return cls(
+            target,
+            model,
+            None if eagle3_path is None else load_eagle3(eagle3_path, target, packed=False).float(),
+            {name: checkpoint_hash(path) for name, path in paths.items() if path is not None},
+        )
+
+    @torch.inference_mode()
+    def accepted(self, sample: Sample, chain: int, tree_budget: int) -> dict[str, list[int]]:
+        """Accepted draft length of each drafter at every root of the answer but its last token."""
+        sample = sample.to(self.target.device)
+        lengths = dict(zip(("df", "ddt"), self._diffusion(sample, tree_budget), strict=True))
+        if self.eagle3 is not None:
+            lengths["e3"] = eagle3.accepted(self.eagle3, sample, chain)
+        return lengths
+
+    def _diffusion(self, sample: Sample, budget: int) -> tuple[list[int], list[int]]:
+        tokens, start, last = sample.tokens, sample.start, len(sample.tokens) - 1
+        block, chains, trees = self.dflash.config.block_size, [], []
+        for anchors in torch.arange(start, last, device=tokens.device).split(ANCHORS):
+            hidden = dflash.blocks(self.dflash, sample.features[: int(anchors[-1])], tokens, anchors, block)[:, 1:]
+            logits = self.dflash.logits(hidden.to(self.target.dtype)).float()
+            at = anchors[:, None] + torch.arange(1, block, device=tokens.device)
+            wanted = tokens[at.clamp(max=last)]
+            if self.dflash.target_ids is not None:
+                wanted = to_draft(wanted, self.dflash.target_ids)
+            wanted = wanted.masked_fill(at > last, -1)
+            chains += accepted_lengths(logits.argmax(-1) == wanted)
+            trees += tree_lengths(logits.log_softmax(-1), wanted, budget)
+        return chains, trees
+
+
+def checkpoint_hash(path: str | Path) -> str:
+    path = resolve(path, "drafter")
+    digest = sha256()
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def to_draft(tokens: Tensor, target_ids: Tensor) -> Tensor:
+    """Target ids → draft ids, -1 where the draft vocabulary lacks the token. target_ids ascend."""
+    place = torch.searchsorted(target_ids, tokens).clamp(max=len(target_ids) - 1)
+    return torch.where(target_ids[place] == tokens, place, -1)
+
+
+def tree_lengths(log_probs: Tensor, wanted: Tensor, budget: int) -> list[int]:
+    """How deep the known continuation runs inside DDTree's tree, for many roots at once.
+
+    log_probs [roots, depths, vocab], wanted [roots, depths] (-1: past the end of the text). The tree holds the `budget`
+    most probable prefixes, as `drafters.ddtree.best_prefixes` builds it for one root, ties included.
+    """
+    width = min(budget, log_probs.shape[-1])
+    ranked, tokens = log_probs.topk(width, -1)
+    right = tokens == wanted[..., None]
+    scores, known = [ranked[:, 0]], [right[:, 0]]
+    for depth in range(1, log_probs.shape[1]):
+        candidates = (scores[-1][:, :, None] + ranked[:, depth, None]).flatten(1)
+        continued = (known[-1][:, :, None] & right[:, depth, None]).flatten(1)
+        best = candidates.sort(dim=-1, descending=True, stable=True).indices[:, :budget]
+        scores.append(candidates.gather(1, best))
+        known.append(continued.gather(1, best))
+    order = torch.cat(scores, 1).sort(dim=-1, descending=True, stable=True).indices[:, :budget]
+    # a prefix is never in the tree without its parent, so as many are in it as it is deep
+    return torch.cat(known, 1).gather(1, order).sum(1).tolist()
+
+
+@dataclass
+class Measured:
+    """One text: the signal at each root [m, width] and the acceptance length [m] of each drafter, bonus included."""
+
+    category: str
+    prompt: str
+    signal: Tensor
+    lengths: dict[str, Tensor]
+
+
+def measure(
+    samples: Source,
+    drafters: Drafters,
+    file: str | Path,
+    chain: int = 5,
+    tree_budget: int = 16,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Measured]:
+    """Acceptance lengths on every text, kept in `file` so that a killed run does not start over.
+
+    chain: depth of the EAGLE-3 chain. tree_budget: nodes of DDTree besides the root.
+    """
+    settings = {
+        "kind": "acceptance",
+        "texts": samples.fingerprint,
+        "drafters": drafters.identity,
+        "chain": chain,
+        "tree_budget": tree_budget,
+    }
+    journal = Journal(file, settings)
+    measured = []
+    for index in range(len(samples)):
+        report(index, len(samples))
+        sample, text = samples[index], samples.texts[index]
+        if index == len(journal.rows):
+            journal.append(drafters.accepted(sample, chain, tree_budget))
+        accepted = journal.rows[index]
+        # a round never commits more than the text has left
+        left = torch.arange(len(accepted["df"]), 0, -1)
+        lengths = {name: torch.minimum(torch.tensor(row) + 1, left) for name, row in accepted.items()}
+        signal = sample.hidden[sample.start - 1 : len(sample.tokens) - 2].float().cpu().clone()
+        prompt = sha256(repr(text.tokens[: text.start]).encode()).hexdigest()
+        measured.append(Measured(sample.category, prompt, signal, lengths))
+    report(len(samples), len(samples))
+    return measured

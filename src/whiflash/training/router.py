@@ -1,0 +1,268 @@
+"""Router training: from the target's final hidden state to the difference in acceptance length of a pair."""
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from whiflash.errors import WhiFlashError
+from whiflash.routers.mlp import RouterMLP
+from whiflash.routers.neural import FORMAT
+from whiflash.target.target import Target
+from whiflash.training.acceptance import Measured
+from whiflash.training.journal import write_atomic
+
+PAIRS = ("df-e3", "ddt-e3", "df-ddt")
+
+
+@dataclass(frozen=True)
+class RouterRecipe:
+    """`chain` is the depth of the EAGLE-3 chain, `tree_budget` the nodes of DDTree besides the root.
+
+    The network has `inner_size` hidden units and trains with Adam until `patience` epochs bring no better validation
+    error, at most `epochs`.
+    """
+
+    pairs: tuple[str, ...] = PAIRS
+    chain: int = 5
+    tree_budget: int = 16
+    inner_size: int = 256
+    lr: float = 5e-4
+    batch: int = 1024
+    epochs: int = 60
+    patience: int = 6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [p for p in self.pairs if p not in PAIRS]
+        if unknown or not self.pairs:
+            raise WhiFlashError(f"pair {unknown[0] if unknown else ''!r} is not known; expected {', '.join(PAIRS)}")
+        if min(self.chain, self.tree_budget, self.inner_size, self.batch, self.epochs, self.patience) < 1:
+            raise WhiFlashError("chain, tree_budget, inner_size, batch, epochs and patience must be at least 1")
+
+
+def train_router(
+    pair: str,
+    target: Target,
+    texts: Sequence[Measured],
+    held: Sequence[Measured],
+    recipe: RouterRecipe,
+    out: str | Path,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Fit a router for `pair` on `texts`, score it on `held`, write it to `out`; returns the scores.
+
+    A tenth of the prompts of `texts` stops the training and sets the threshold. Positive means that the pair's second
+    drafter gains.
+    """
+    slots = pair.split("-")
+    missing = [s for s in slots if s not in texts[0].lengths]
+    if missing:
+        raise WhiFlashError(f"pair {pair} needs a drafter that was not given: {', '.join(missing)}")
+    fitted, validation = split_prompts(texts)
+    network = fit(*_table(fitted, slots), *_table(validation, slots), recipe, target.device, log)
+    threshold = best_threshold(network, validation, slots)
+    scores = evaluate(network, held, slots, threshold)
+    budget = recipe.tree_budget if "ddt" in slots else None
+    config = {
+        "format": FORMAT,
+        "version": 1,
+        "target": target.name,
+        "target_fingerprint": target.fingerprint(),
+        "pair": pair,
+        "tree_budget": budget,
+        "hidden_size": target.width,
+        "inner_size": recipe.inner_size,
+        "positive": "slot-1",
+        "threshold": threshold,
+        "data": {
+            "texts": len(texts),
+            "positions": sum(len(m.signal) for m in texts),
+            "held_out_texts": len(held),
+            "held_out_positions": sum(len(m.signal) for m in held),
+        },
+        "recipe": {**asdict(recipe), "pairs": [pair]},
+        "scores": scores,
+    }
+    export(network, config, Path(out))
+    rounds = scores["overall"]["rounds"]
+    log(
+        f"router {pair}: R² {scores['overall']['r2']:.3f}, sign {scores['overall']['sign']:.3f}, AL in rounds "
+        + ", ".join(f"{name} {value:.3f}" for name, value in rounds.items())
+    )
+    return scores
+
+
+def split_prompts(texts: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """A tenth of the prompts, one at least, for validation; the choice depends on the prompts alone."""
+    prompts = sorted({m.prompt for m in texts})
+    if len(prompts) < 2:
+        raise WhiFlashError("a router needs texts with at least two different prompts")
+    chosen = set(prompts[: max(1, len(prompts) // 10)])
+    return [m for m in texts if m.prompt not in chosen], [m for m in texts if m.prompt in chosen]
+
+
+def gain(text: Measured, slots: Sequence[str]) -> Tensor:
+    """ΔAL [m] at every root: what the second drafter commits more than the first."""
+    return (text.lengths[slots[1]] - text.lengths[slots[0]]).float()
+
+
+def _table(texts: Sequence[Measured], slots: Sequence[str]) -> tuple[Tensor, Tensor]:
+    return torch.cat([m.signal for m in texts]), torch.cat([gain(m, slots) for m in texts])
+
+
+def fit(
+    x: Tensor,
+    y: Tensor,
+    x_validation: Tensor,
+    y_validation: Tensor,
+    recipe: RouterRecipe,
+    device: torch.device | str = "cpu",
+    log: Callable[[str], None] = lambda line: None,
+) -> RouterMLP:
+    """Regress y [N] on x [N, width] by mean squared error; the epoch with the least validation error is returned."""
+    x, y, x_validation, y_validation = (t.to(device) for t in (x, y, x_validation, y_validation))
+    mean, scale = x.mean(0), x.std(0).clamp_min(1e-4)
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        network = RouterMLP(x.shape[1], recipe.inner_size).to(device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
+    order = torch.Generator().manual_seed(recipe.seed)
+    best, best_error, waited = copy.deepcopy(network.state_dict()), math.inf, 0
+    for epoch in range(recipe.epochs):
+        for batch in torch.randperm(len(x), generator=order).to(device).split(recipe.batch):
+            loss = F.mse_loss(network((x[batch] - mean) / scale), y[batch])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        with torch.inference_mode():
+            error = float(F.mse_loss(network((x_validation - mean) / scale), y_validation))
+        log(f"router epoch {epoch + 1}: validation error {error:.4f}")
+        waited += 1
+        if error < best_error:
+            best, best_error, waited = copy.deepcopy(network.state_dict()), error, 0
+        if waited >= recipe.patience:
+            break
+    network.load_state_dict(best)
+    with torch.no_grad():  # the router reads hidden states as they are
+        network.fc1.weight.div_(scale)
+        network.fc1.bias.sub_(network.fc1.weight @ mean)
+    return network.cpu().requires_grad_(False)
+
+
+def predict(network: RouterMLP, text: Measured) -> Tensor:
+    with torch.inference_mode():
+        return network(text.signal)
+
+
+def walk(lengths: Sequence[int]) -> tuple[int, int]:
+    """(rounds, tokens) of decoding a text, where the round at root i commits lengths[i] tokens."""
+    rounds = root = 0
+    while root < len(lengths):
+        root += lengths[root]
+        rounds += 1
+    return rounds, root
+
+
+def _in_rounds(texts: Sequence[Measured], choose: Callable[[Measured], Tensor]) -> float:
+    """Tokens a round when `choose` gives the length committed at each root."""
+    walked = [walk(choose(text).tolist()) for text in texts]
+    return sum(tokens for _, tokens in walked) / max(sum(rounds for rounds, _ in walked), 1)
+
+
+def _routed(predicted: Tensor, text: Measured, slots: Sequence[str], threshold: float) -> Tensor:
+    return torch.where(predicted > threshold, text.lengths[slots[1]], text.lengths[slots[0]])
+
+
+def best_threshold(network: RouterMLP, texts: Sequence[Measured], slots: Sequence[str]) -> float:
+    """Of a few thresholds the one with the most tokens a round; of equals the nearest to 0."""
+    predicted = [predict(network, text) for text in texts]
+    spread = torch.cat(predicted).quantile(torch.linspace(0.05, 0.95, 19)).tolist()
+    by_text = {id(text): p for text, p in zip(texts, predicted, strict=True)}
+
+    def quality(threshold: float) -> tuple[float, float]:
+        rounds = _in_rounds(texts, lambda text: _routed(by_text[id(text)], text, slots, threshold))
+        return round(rounds, 4), -abs(threshold)
+
+    candidates: list[float] = [0.0, *spread]
+    return round(max((quality(c), c) for c in candidates)[1], 4)
+
+
+def evaluate(network: RouterMLP, texts: Sequence[Measured], slots: Sequence[str], threshold: float) -> dict[str, Any]:
+    """Per category and overall: R², accuracy of the sign (where there is one), regret, and AL in rounds.
+
+    Regret is what the oracle commits more than the router, averaged over positions.
+    """
+
+    def rows() -> Iterator[tuple[str, list[Measured]]]:
+        for category in sorted({text.category for text in texts}):
+            yield category, [text for text in texts if text.category == category]
+        yield "overall", list(texts)
+
+    scores: dict[str, Any] = {"threshold": threshold}
+    predicted = {id(text): predict(network, text) for text in texts}
+    for name, members in rows():
+        guess, truth = torch.cat([predicted[id(m)] for m in members]), torch.cat([gain(m, slots) for m in members])
+        differs = truth != 0
+        oracle = torch.cat([torch.maximum(m.lengths[slots[0]], m.lengths[slots[1]]) for m in members]).float()
+        chosen = torch.cat([_routed(predicted[id(m)], m, slots, threshold) for m in members]).float()
+        error, spread = (guess - truth).square().mean(), truth.var(correction=0)
+        scores[name] = {
+            "r2": round(1 - float(error / spread), 4) if spread > 0 else 0.0,
+            "sign": round(float(((guess > 0) == (truth > 0))[differs].float().mean()), 4) if differs.any() else 1.0,
+            "regret": round(float((oracle - chosen).mean()), 4),
+            "rounds": {
+                slots[0]: round(_in_rounds(members, lambda m: m.lengths[slots[0]]), 4),
+                slots[1]: round(_in_rounds(members, lambda m: m.lengths[slots[1]]), 4),
+                "router": round(_in_rounds(members, lambda m: _routed(predicted[id(m)], m, slots, threshold)), 4),
+                "oracle": round(
+                    _in_rounds(members, lambda m: torch.maximum(m.lengths[slots[0]], m.lengths[slots[1]])), 4
+                ),
+            },
+        }
+    return scores
+
+
+def export(network: RouterMLP, config: dict[str, Any], out: Path) -> None:
+    """Write config.json, model.safetensors and a card."""
+    temporary = out / "model.safetensors.tmp"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        save_file({name: t.contiguous() for name, t in network.state_dict().items()}, temporary)
+        os.replace(temporary, out / "model.safetensors")
+    except Exception as error:  # safetensors has its own error for a full disk
+        temporary.unlink(missing_ok=True)
+        raise WhiFlashError(f"the router could not be written to {out} ({error})") from error
+    write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
+    write_atomic(out / "README.md", card(config))
+
+
+def card(config: dict[str, Any]) -> str:
+    first, second = config["pair"].split("-")
+    budget = f", tree budget {config['tree_budget']}" if config["tree_budget"] else ""
+    lines = [
+        f"# Router {config['pair']} for {config['target']}",
+        "",
+        "A two-layer MLP on the target's final hidden state predicts how many more tokens a round commits with",
+        f"{second} than with {first}{budget}. Above the threshold ({config['threshold']:g}) {second} drafts. Trained",
+        f"by WhiFlash (`whiflash train router`) on {config['data']['texts']} texts, {config['data']['positions']} positions.",
+        "",
+        f"On {config['data']['held_out_texts']} held-out texts (acceptance length in rounds, bonus token included):",
+        "",
+        f"| category | R² | sign right | regret | {first} | {second} | router | oracle |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in config["scores"].items():
+        if name != "threshold":
+            values = [row["r2"], row["sign"], row["regret"], *row["rounds"].values()]
+            lines.append(f"| {name} | " + " | ".join(f"{v:.3f}" for v in values) + " |")
+    return "\n".join([*lines, ""])
