@@ -83,7 +83,7 @@ def test_full_disk(target, texts, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(features.np, "save", full)
-    with pytest.raises(WhiFlashError, match="No space left on device.*online features"):
+    with pytest.raises(WhiFlashError, match=r"No space left on device.*online features"):
         build(tmp_path / "cache", target, texts)
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["manifest.json"]
 

@@ -8,7 +8,7 @@ texts and the checksum of its content, so there is no side file that could disag
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from whiflash.errors import WhiFlashError
@@ -275,3 +276,49 @@ def describe(texts: Sequence[Text]) -> dict[str, int]:
         **{f"texts {c}": sum(t.category == c for t in texts) for c in sorted({t.category for t in texts})},
         "answer tokens": sum(len(t.answer) for t in texts),
     }
+
+
+def default_taps(layers: int, count: int = 3) -> tuple[int, ...]:
+    """Boundary ids of `count` taps, spread as the published DFlash models spread theirs; EAGLE-3 heads share them."""
+    if count == 1:
+        return (layers // 2 + 1,)
+    return tuple(round(1 + i * (layers - 4) / (count - 1)) + 1 for i in range(count))
+
+
+def prepare(
+    file: str | Path,
+    target: Target,
+    directory: str | Path | None,
+    *,
+    taps: Sequence[int] | None = None,
+    held_out: int = 80,
+    max_length: int = 2048,
+    reader: Target | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> tuple[Source, list[Sample]]:
+    """From a JSONL of answers to what a trainer needs: (texts with states, held-out samples).
+
+    States go to `directory`, or are computed on the fly if it is None; `reader` is the same target in another
+    precision, to compute the training states faster. Held-out states always come from `target`, and stay in memory.
+    """
+    taps = default_taps(target.layers) if taps is None else tuple(taps)
+    texts, held = split(read_texts(file, target, max_length), held_out)
+    online = Online(target, held, taps)
+    samples = [online[i] for i in range(len(held))]
+    if directory is None:
+        return Online(reader or target, texts, taps), samples
+    rank, world = processes()
+    source = Cached(directory, reader or target, texts, taps)
+    for done, count in source.build(rank, world):
+        log(f"features of {done} of {count} texts")
+    if world > 1:
+        dist.barrier()
+    return source, samples
+
+
+def processes() -> tuple[int, int]:
+    """(rank, number) of this process under torchrun, joined; (0, 1) otherwise."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return (dist.get_rank(), world) if world > 1 else (0, 1)

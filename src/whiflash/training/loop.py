@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whiflash.errors import WhiFlashError
 from whiflash.training.evaluate import Scores
-from whiflash.training.features import Sample, Source
+from whiflash.training.features import Sample, Source, processes
 
 # settings that may change when a run is resumed
 FREE = ("steps", "hours", "evaluate_every", "save_every")
@@ -96,7 +96,7 @@ def train(
     Called again with the same arguments it resumes where the last state was saved. `identity` (the recipe) and the
     source's fingerprint must be those of the saved run. Under torchrun each process calls this alike.
     """
-    rank, world = _processes()
+    rank, world = processes()
     if world > config.texts_per_step:
         raise WhiFlashError(
             f"{world} processes share {config.texts_per_step} text(s) a step; set texts_per_step to {world} or more"
@@ -156,13 +156,6 @@ def train(
 def read_weights(out: str | Path) -> dict[str, Tensor]:
     """The float32 weights of a run's last state."""
     return _load(Path(out) / "state.pt")["module"]
-
-
-def _processes() -> tuple[int, int]:
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return (dist.get_rank(), world) if world > 1 else (0, 1)
 
 
 def _optimizers(trainee: Trainee, parameters: list[nn.Parameter], config: LoopConfig) -> list[torch.optim.Optimizer]:
