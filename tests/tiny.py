@@ -33,35 +33,45 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build(directory: str | Path, family: str = "llama", *, layers: int = 6, width: int = 32, seed: int = 0) -> Path:
-    """Write config, generation config, tokenizer and float32 safetensors of a random model; returns the path."""
+def build(
+    directory: str | Path, family: str = "llama", *, layers: int = 6, width: int = 32, seed: int = 0, **options
+) -> Path:
+    """Write config, generation config, tokenizer and float32 safetensors of a random model; returns the path.
+
+    `options` replace or join the config keys below.
+    """
     directory = Path(directory)
     words = tokenizer()
     end = words.convert_tokens_to_ids("<|im_end|>")
-    config = AutoConfig.for_model(
-        family,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=width // 4,
-        vocab_size=len(words) + PADDING,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=words.pad_token_id,
-    )
+    keys = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "vocab_size": len(words) + PADDING,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": words.pad_token_id,
+    }
+    config = AutoConfig.for_model(family, **keys | options)
     generator = torch.get_rng_state()
     try:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     finally:
         torch.set_rng_state(generator)
-    head = model.lm_head.weight.data
-    head[len(words) :] = 0  # padding rows never win
+    # peaked, and on readable tokens: padding rows, odd bytes and other special tokens practically never win
+    head = model.get_output_embeddings().weight.data.mul_(3)
+    texts = [words.decode([i]) for i in range(len(words))]
+    readable = {
+        i for i, text in enumerate(texts) if len(text) == 1 and (text.isalnum() or text in " .,?") and text.isascii()
+    }
+    head[[i for i in range(len(head)) if i not in readable | {end}]] = 0
     head[end] *= 1.5
     model.generation_config = GenerationConfig(eos_token_id=[end], pad_token_id=words.pad_token_id)
     model.save_pretrained(directory)

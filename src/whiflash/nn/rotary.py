@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whiflash.errors import WhiFlashError
+from whiflash.errors import UnsupportedError, WhiFlashError
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -28,7 +28,7 @@ class RopeConfig:
         if rope and all(isinstance(v, Mapping) for v in rope.values()):
             distinct = [dict(v) for v in rope.values()]
             if any(v != distinct[0] for v in distinct):
-                raise WhiFlashError(
+                raise UnsupportedError(
                     "this config gives each layer type its own rope_parameters, which the runtime does not support; "
                     "load the model with attention layers that share one rope"
                 )
@@ -36,14 +36,14 @@ class RopeConfig:
         theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in KINDS:
-            raise WhiFlashError(f"rope type {kind!r} is not supported; expected one of {', '.join(KINDS)}")
+            raise UnsupportedError(f"rope type {kind!r} is not supported; expected one of {', '.join(KINDS)}")
         if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise WhiFlashError("partial rotary embeddings (partial_rotary_factor below 1) are not supported")
+            raise UnsupportedError("partial rotary embeddings (partial_rotary_factor below 1) are not supported")
         if kind != "default" and "factor" not in rope:
             raise WhiFlashError(f"rope type {kind!r} needs a 'factor', which the config does not give")
         # transformers falls back to the model's context length when a scaled rope does not name the original one
         rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        return cls(float(theta), kind, rope)
+        return cls(float(theta), kind, {} if kind == "default" else rope)
 
 
 class Rotary:

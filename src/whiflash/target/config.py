@@ -4,11 +4,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whiflash.errors import WhiFlashError
+from whiflash.errors import UnsupportedError, WhiFlashError
 from whiflash.nn.layers import LayerShape
 from whiflash.nn.rotary import RopeConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+# what transformers takes a key to be that a config leaves out, where it is not what all families share
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": QWEN,
+    "qwen3": QWEN | {"head_dim": 128},
+}
+FAMILIES = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,10 @@ class TargetConfig:
     def from_config(cls, config: Mapping[str, Any]) -> "TargetConfig":
         family = config.get("model_type")
         if family not in FAMILIES:
-            raise WhiFlashError(f"model type {family!r} is not one the runtime reads itself ({', '.join(FAMILIES)})")
+            raise UnsupportedError(f"model type {family!r} is not one the runtime reads itself ({', '.join(FAMILIES)})")
+        if "quantization_config" in config:
+            raise UnsupportedError("quantized weights are not ones the runtime reads itself")
+        config = DEFAULTS[family] | dict(config)
         try:
             layers, width, heads = (int(config[k]) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
             vocab_size, intermediate = int(config["vocab_size"]), int(config["intermediate_size"])
@@ -40,7 +57,7 @@ class TargetConfig:
             raise WhiFlashError(f"config.json lacks {error.args[0]!r}, which a {family} model needs") from error
         act = config.get("hidden_act", "silu")
         if act not in ("silu", "swish"):
-            raise WhiFlashError(f"activation {act!r} is not supported; expected silu")
+            raise UnsupportedError(f"activation {act!r} is not supported; expected silu")
         bias = bool(config.get("attention_bias", False))
         shape = LayerShape(
             width=width,
@@ -70,12 +87,12 @@ class TargetConfig:
 def layer_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Per layer, the sliding window or None, from `layer_types` or the older keys of Mistral and Qwen."""
     window, types = config.get("sliding_window"), config.get("layer_types")
-    if not window or (types is None and config.get("use_sliding_window") is False):
-        return (None,) * layers
     if types is None:
-        # Qwen slides only the layers from max_window_layers on; Mistral all of them
-        first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+        # without layer types Mistral slides every layer, Qwen those from max_window_layers on, others none
+        first = 0 if config.get("model_type") == "mistral" else layers
+        if config.get("use_sliding_window"):
+            first = config.get("max_window_layers", QWEN["max_window_layers"])
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise WhiFlashError(f"layer_types {types} is not a list of {layers} full_attention / sliding_attention entries")
-    return tuple(int(window) if t == "sliding_attention" else None for t in types)
+    return tuple(int(window) if window and t == "sliding_attention" else None for t in types)

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from whiflash.errors import WhiFlashError
+from whiflash.errors import UnsupportedError, WhiFlashError
 from whiflash.nn.linear import pack
 from whiflash.nn.weights import Weights, read_config, resolve
 from whiflash.target import embedded
-from whiflash.target.config import FAMILIES, TargetConfig
+from whiflash.target.config import TargetConfig
 from whiflash.target.decoder import Decoder
 from whiflash.target.target import Target
 
@@ -40,8 +41,8 @@ def load_target(
         raise WhiFlashError(f"target {name} is a file; expected a model directory or a hub id")
     raw = read_config(path, "target")
     tokenizer = _load_tokenizer(path)
-    if runtime and raw.get("model_type") in FAMILIES and "quantization_config" not in raw:
-        config = TargetConfig.from_config(raw)
+    config = _own_config(raw) if runtime else None
+    if config is not None:
         network = pack(Decoder.load(config, Weights(path), dtype, device))
         return Target(
             str(name),
@@ -70,6 +71,14 @@ def load_target(
         dtype=dtype,
         device=device,
     )
+
+
+def _own_config(raw: dict[str, Any]) -> TargetConfig | None:
+    """Sizes for the own decoder, or None where the adapter has to serve."""
+    try:
+        return TargetConfig.from_config(raw)
+    except UnsupportedError:
+        return None
 
 
 def _load_tokenizer(path: Path):
