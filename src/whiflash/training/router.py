@@ -69,14 +69,14 @@ def train_router(
     if missing:
         raise WhiFlashError(f"pair {pair} needs a drafter that was not given: {', '.join(missing)}")
     fitted, validation = split_prompts(texts)
-    network = fit(*_table(fitted, slots), *_table(validation, slots), recipe, target.device, log)
+    network = fit(*_table(fitted, slots), *_table(validation, slots), recipe, target.device)
     threshold = best_threshold(network, validation, slots)
     scores = evaluate(network, held, slots, threshold)
     budget = recipe.tree_budget if "ddt" in slots else None
     config = {
         "format": FORMAT,
         "version": 1,
-        "target": target.name,
+        "target": target.path.name if Path(target.name).is_dir() else target.name,
         "target_fingerprint": target.fingerprint(),
         "pair": pair,
         "tree_budget": budget,
@@ -127,7 +127,6 @@ def fit(
     y_validation: Tensor,
     recipe: RouterRecipe,
     device: torch.device | str = "cpu",
-    log: Callable[[str], None] = lambda line: None,
 ) -> RouterMLP:
     """Regress y [N] on x [N, width] by mean squared error; the epoch with the least validation error is returned."""
     x, y, x_validation, y_validation = (t.to(device) for t in (x, y, x_validation, y_validation))
@@ -138,7 +137,7 @@ def fit(
     optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
     order = torch.Generator().manual_seed(recipe.seed)
     best, best_error, waited = copy.deepcopy(network.state_dict()), math.inf, 0
-    for epoch in range(recipe.epochs):
+    for _ in range(recipe.epochs):
         for batch in torch.randperm(len(x), generator=order).to(device).split(recipe.batch):
             loss = F.mse_loss(network((x[batch] - mean) / scale), y[batch])
             optimizer.zero_grad(set_to_none=True)
@@ -146,7 +145,6 @@ def fit(
             optimizer.step()
         with torch.inference_mode():
             error = float(F.mse_loss(network((x_validation - mean) / scale), y_validation))
-        log(f"router epoch {epoch + 1}: validation error {error:.4f}")
         waited += 1
         if error < best_error:
             best, best_error, waited = copy.deepcopy(network.state_dict()), error, 0
@@ -247,16 +245,17 @@ def export(network: RouterMLP, config: dict[str, Any], out: Path) -> None:
 
 
 def card(config: dict[str, Any]) -> str:
-    first, second = config["pair"].split("-")
+    (first, second), data = config["pair"].split("-"), config["data"]
     budget = f", tree budget {config['tree_budget']}" if config["tree_budget"] else ""
     lines = [
         f"# Router {config['pair']} for {config['target']}",
         "",
         "A two-layer MLP on the target's final hidden state predicts how many more tokens a round commits with",
-        f"{second} than with {first}{budget}. Above the threshold ({config['threshold']:g}) {second} drafts. Trained",
-        f"by WhiFlash (`whiflash train router`) on {config['data']['texts']} texts, {config['data']['positions']} positions.",
+        f"{second} than with {first}{budget}. Above the threshold ({config['threshold']:g}) {second} drafts.",
         "",
-        f"On {config['data']['held_out_texts']} held-out texts (acceptance length in rounds, bonus token included):",
+        f"Trained by WhiFlash (`whiflash train router`) on {data['texts']} texts, {data['positions']} positions.",
+        "",
+        f"On {data['held_out_texts']} held-out texts (acceptance length in rounds, bonus token included):",
         "",
         f"| category | R² | sign right | regret | {first} | {second} | router | oracle |",
         "|---|---|---|---|---|---|---|---|",
