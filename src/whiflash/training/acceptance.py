@@ -3,7 +3,7 @@
 With the root at position s the router sees the target's final hidden state at s-1, the node that produced the root.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -119,7 +119,8 @@ class Measured:
 
 
 def measure(
-    samples: Source,
+    samples: Source | Sequence[Sample],
+    texts: str,
     drafters: Drafters,
     file: str | Path,
     chain: int = 5,
@@ -128,11 +129,11 @@ def measure(
 ) -> list[Measured]:
     """Acceptance lengths on every text, kept in `file` so that a killed run does not start over.
 
-    chain: depth of the EAGLE-3 chain. tree_budget: nodes of DDTree besides the root.
+    texts: fingerprint of the samples. chain: depth of the EAGLE-3 chain. tree_budget: DDTree nodes besides the root.
     """
     settings = {
         "kind": "acceptance",
-        "texts": samples.fingerprint,
+        "texts": texts,
         "drafters": drafters.identity,
         "chain": chain,
         "tree_budget": tree_budget,
@@ -141,7 +142,7 @@ def measure(
     measured = []
     for index in range(len(samples)):
         report(index, len(samples))
-        sample, text = samples[index], samples.texts[index]
+        sample = samples[index]
         if index == len(journal.rows):
             journal.append(drafters.accepted(sample, chain, tree_budget))
         accepted = journal.rows[index]
@@ -149,7 +150,7 @@ def measure(
         left = torch.arange(len(accepted["df"]), 0, -1)
         lengths = {name: torch.minimum(torch.tensor(row) + 1, left) for name, row in accepted.items()}
         signal = sample.hidden[sample.start - 1 : len(sample.tokens) - 2].float().cpu().clone()
-        prompt = sha256(repr(text.tokens[: text.start]).encode()).hexdigest()
+        prompt = sha256(repr(sample.tokens[: sample.start].tolist()).encode()).hexdigest()
         measured.append(Measured(sample.category, prompt, signal, lengths))
     report(len(samples), len(samples))
     return measured

@@ -165,7 +165,7 @@ def router(
     loaded = _target(target, dtype, device)
     models = Drafters.load(loaded, dflash, eagle3)
     with _progress() as report:
-        ready = _texts(loaded, texts, chosen, out, features, online, report)
+        ready = _texts(loaded, texts, chosen, out, features, online)
         measured = pipeline.measure_all(ready, models, out / "work", settings, report)
         scores = train_router(drafters, loaded, *measured, settings, out, _log)
     _print_routers({drafters: scores})
@@ -214,16 +214,13 @@ def _train_drafter(
     dtype: str | None,
     device: str | None,
 ) -> None:
-    from whiflash.training.pipeline import samples
-
     chosen = _recipe(recipe, target, seed)
     settings = getattr(chosen, kind)
     given = {name: value for name, value in (("hours", hours), ("steps", steps)) if value is not None}
     settings = replace(settings, loop=replace(settings.loop, **given))
     loaded = _target(target, dtype, device)
-    with _progress() as report:
-        ready = _texts(loaded, texts, chosen, out, features, online, report)
-        history = run(settings, loaded, ready.source, samples(ready.held), out, _log).history
+    ready = _texts(loaded, texts, chosen, out, features, online)
+    history = run(settings, loaded, ready.source, ready.held, out, _log).history
     if history:
         best = max(history, key=lambda row: row["acceptance"]["overall"]["rounds"])
         _print_drafters({kind: {"step": best["step"], "acceptance": best["acceptance"]}})
@@ -251,12 +248,11 @@ def _texts(
     out: Path,
     features: Path | None,
     online: bool,
-    report: "Callable[[Status], None]",
 ) -> "Texts":
     from whiflash.training.pipeline import prepare_texts
 
     settings = replace(recipe.texts, online=True) if online else recipe.texts
-    return prepare_texts(target, file, settings, features or out / "features", report)
+    return prepare_texts(target, file, settings, features or out / "features", _log)
 
 
 def _check_hours(hours: float | None) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from whiflash.errors import WhiFlashError
+from whiflash.target.load import load_target
 from whiflash.target.target import Target
 from whiflash.training.acceptance import Drafters, Measured, measure
 from whiflash.training.dflash import train_dflash
 from whiflash.training.eagle3 import train_eagle3
-from whiflash.training.features import Cached, Online, Sample, Source, Text, describe, read_texts, split
+from whiflash.training.features import Sample, Source, describe, prepare
 from whiflash.training.journal import exclusive, read_json, write_atomic
 from whiflash.training.loop import LoopConfig, Run
 from whiflash.training.recipe import Recipe, TextRecipe
@@ -37,42 +38,28 @@ class Texts:
     """Training texts with the target's states, and the held-out ones."""
 
     source: Source
-    held: Source
+    held: list[Sample]
 
 
-def prepare_texts(
-    target: Target, file: str | Path, recipe: TextRecipe, features: str | Path, report: Report = silent
-) -> Texts:
+def prepare_texts(target: Target, file: str | Path, recipe: TextRecipe, features: str | Path, log: Log) -> Texts:
     """Read answers, set some apart, and compute the target's states into `features` (unless `recipe.online`)."""
-    taps = recipe.resolved_taps(target)
-    texts, held = split(read_texts(file, target, recipe.max_length), recipe.held_out)
-    if not texts or not held:
-        raise WhiFlashError(f"{file} holds too few different prompts to train on some and evaluate on others")
-    if recipe.online:
-        return Texts(Online(target, texts, taps), Online(target, held, taps))
-    return Texts(
-        _cached(Path(features) / "train", target, texts, taps, report),
-        _cached(Path(features) / "held-out", target, held, taps, report),
+    recipe.check(target)
+    reader = None
+    if recipe.precision is not None and recipe.precision != str(target.dtype).removeprefix("torch."):
+        reader = load_target(target.path, dtype=recipe.precision, device=target.device)
+    source, held = prepare(
+        file,
+        target,
+        None if recipe.online else features,
+        taps=recipe.taps,
+        held_out=recipe.held_out,
+        max_length=recipe.max_length,
+        reader=reader,
+        log=log,
     )
-
-
-def _cached(directory: Path, target: Target, texts: list[Text], taps: Sequence[int], report: Report) -> Source:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cached = Cached(directory, target, texts, taps)
-    began = time.monotonic()
-    for done, total in cached.build(rank, world):
-        report(Status("target states", done, total, done, 0, time.monotonic() - began))
-    if world > 1:
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            dist.init_process_group("gloo" if target.device.type == "cpu" else "nccl")
-        dist.barrier()
-    return cached  # type: ignore[return-value]  # its list of texts is a Sequence
-
-
-def samples(source: Source) -> list[Sample]:
-    return [source[i] for i in range(len(source))]
+    if not len(source) or not held:
+        raise WhiFlashError(f"{file} holds too few different prompts to train on some and evaluate on others")
+    return Texts(source, held)
 
 
 class Progress:
@@ -151,15 +138,14 @@ def train_all(
         if texts is None:
             _data(target, answers, recipe, hours, prompts, exclude, progress, report, log)
         with progress.running("states"):
-            ready = prepare_texts(target, answers, recipe.texts, work / "features", report)
+            ready = prepare_texts(target, answers, recipe.texts, work / "features", log)
         log("texts: " + ", ".join(f"{k} {v}" for k, v in describe(ready.source.texts).items()))
-        held = samples(ready.held)
-        data = [ready.source.fingerprint, ready.held.fingerprint]
+        data = [ready.source.fingerprint, held_fingerprint(ready)]
         eagle3 = replace(recipe.eagle3, loop=budget(recipe.eagle3.loop, hours, recipe.shares.eagle3))
         dflash = replace(recipe.dflash, loop=budget(recipe.dflash.loop, hours, recipe.shares.dflash))
         stages: Iterable[tuple[str, Any, Callable[[], Run]]] = (
-            ("eagle3", eagle3, lambda: train_eagle3(eagle3, target, ready.source, held, work / "eagle3", log)),
-            ("dflash", dflash, lambda: train_dflash(dflash, target, ready.source, held, work / "dflash", log)),
+            ("eagle3", eagle3, lambda: train_eagle3(eagle3, target, ready.source, ready.held, work / "eagle3", log)),
+            ("dflash", dflash, lambda: train_dflash(dflash, target, ready.source, ready.held, work / "dflash", log)),
         )
         for name, settings, run in stages:
             if not progress.done(name, [data, asdict(settings)]):
@@ -247,15 +233,22 @@ def measure_all(
     """Acceptance of each drafter at every position of the training and of the held-out texts, kept in `work`."""
     same = fingerprint([ready.source.fingerprint, drafters.identity, recipe.chain, recipe.tree_budget])
     results = []
-    for name, source in (("train", ready.source), ("held-out", ready.held)):
+    for name, samples, texts in (
+        ("train", ready.source, ready.source.fingerprint),
+        ("held-out", ready.held, held_fingerprint(ready)),
+    ):
         began = time.monotonic()
 
         def told(done: int, total: int, began: float = began) -> None:
             report(Status("acceptance at every position", done, total, done, 0, time.monotonic() - began))
 
         file = work / f"acceptance-{same}-{name}.jsonl"
-        results.append(measure(source, drafters, file, recipe.chain, recipe.tree_budget, told))
+        results.append(measure(samples, texts, drafters, file, recipe.chain, recipe.tree_budget, told))
     return results[0], results[1]
+
+
+def held_fingerprint(ready: Texts) -> str:
+    return fingerprint([ready.source.fingerprint, [sample.tokens.tolist() for sample in ready.held]])
 
 
 def publish(best: Path, out: Path) -> None:
@@ -272,8 +265,12 @@ def publish(best: Path, out: Path) -> None:
 
 def summarise(out: Path, ready: Texts, progress: Progress) -> dict[str, Any]:
     """What was made, from how much, and what it accepts on the held-out texts."""
+    answers = sum(len(sample.tokens) - sample.start for sample in ready.held)
     summary: dict[str, Any] = {
-        "texts": {"train": describe(ready.source.texts), "held_out": describe(ready.held.texts)},
+        "texts": {
+            "train": describe(ready.source.texts),
+            "held_out": {"texts": len(ready.held), "answer tokens": answers},
+        },
         "hours": {stage: round(progress.seconds(stage) / 3600, 3) for stage in progress.stages},
         "drafters": {},
         "routers": {},

@@ -8,6 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from whiflash.errors import WhiFlashError
+from whiflash.target.load import DTYPES
 from whiflash.target.target import Target
 from whiflash.training.dflash import DFlashRecipe
 from whiflash.training.eagle3 import Eagle3Recipe
@@ -27,23 +28,25 @@ class TextRecipe:
     """What is learned from: texts cut to `max_length` tokens, about `held_out` of them kept for evaluation.
 
     `taps` are boundary ids (tap k: the residual stream after k layers); left out, an early, a middle and a late one.
-    `online` computes the target's states when they are needed instead of keeping them on disk.
+    `online` computes the target's states when they are needed instead of keeping them on disk. `precision` is that of
+    the target when it reads the training texts (left out: as it was loaded), bfloat16 being faster on some machines.
     """
 
     taps: tuple[int, ...] | None = None
     max_length: int = 1024
     held_out: int = 80
     online: bool = False
+    precision: str | None = None
 
     def __post_init__(self) -> None:
+        if self.precision is not None and self.precision not in DTYPES:
+            raise WhiFlashError(f"precision {self.precision!r} is not known; expected one of {', '.join(DTYPES)}")
         if self.max_length < 4 or self.held_out < 1 or (self.taps is not None and not self.taps):
             raise WhiFlashError("max_length must be at least 4, held_out at least 1, and taps not empty")
 
-    def resolved_taps(self, target: Target) -> tuple[int, ...]:
-        taps = self.taps or tuple(sorted({min(2, target.layers), target.layers // 2, max(target.layers - 2, 0)}))
-        if not all(0 <= tap <= target.layers + 1 for tap in taps):
-            raise WhiFlashError(f"taps {list(taps)} do not exist in {target.name}, which has {target.layers} layers")
-        return taps
+    def check(self, target: Target) -> None:
+        if self.taps is not None and not all(0 <= tap <= target.layers + 1 for tap in self.taps):
+            raise WhiFlashError(f"taps {list(self.taps)} do not all exist in {target.name}, of {target.layers} layers")
 
 
 @dataclass(frozen=True)
