@@ -182,6 +182,10 @@ class Eagle3Drafter:
     def __init__(self, model: Eagle3, depth: int = 5, top_k: int = 1, total_tokens: int | None = None):
         if depth < 1 or top_k < 1:
             raise WhiFlashError(f"EAGLE-3 needs a depth and a top-k of at least 1, got depth {depth} and top-k {top_k}")
+        if top_k > model.config.draft_vocab_size:
+            raise WhiFlashError(
+                f"top-k {top_k} is more than the {model.config.draft_vocab_size} tokens this head can draft; lower it"
+            )
         candidates = top_k + (depth - 1) * top_k**2 if top_k > 1 else depth
         total = total_tokens or min(candidates + 1, 60)
         if not 2 <= total <= candidates + 1:

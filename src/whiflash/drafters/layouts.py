@@ -28,13 +28,21 @@ UNSUPPORTED_KEYS = {
     "attention_sink_bias": "a DFlash variant with attention sinks",
     "attention_value_scale": "a DFlash variant with scaled values",
     "output_multiplier": "a DFlash variant with scaled logits",
+    "input_embedding_scale": "a DFlash variant with scaled embeddings",
+    "final_logit_softcapping": "a DFlash variant with capped logits",
+}
+# a value that asks for nothing: absent, off, or a factor of one
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "output_multiplier": (None, 1),
+    "attention_value_scale": (None, 1),
+    "input_embedding_scale": (None, 1),
 }
 UNSUPPORTED_TENSORS = {
     "mask_hidden": "P-EAGLE",
     "markov_head.": "DSpark",
     "confidence_head.": "DSpark",
     "qkv_proj": "Laguna (fused qkv)",
-    "g_proj": "Laguna (gated attention)",
+    ".g_proj": "Laguna (gated attention)",
     "aux_hidden_norms": "Laguna",
 }
 
@@ -42,9 +50,12 @@ UNSUPPORTED_TENSORS = {
 def kind(weights: Weights, config: Mapping[str, Any]) -> Literal["eagle3", "dflash"]:
     """Which family of draft model a checkpoint is, or a sentence on why it is none."""
     for key, owner in UNSUPPORTED_KEYS.items():
-        value = config.get(key, (config.get("dflash_config") or {}).get(key))
-        if value not in (None, False, 0, "none") and not (key == "output_multiplier" and value == 1):
-            raise WhiFlashError(f"{weights.path} is {owner} (config key {key!r}), which is not supported")
+        for level in (config, config.get("dflash_config") or {}):
+            if level.get(key) not in NOTHING.get(key, (None, False, 0, "none")):
+                raise WhiFlashError(f"{weights.path} is {owner} (config key {key!r}), which is not supported")
+    declared = config.get("speculators_model_type")
+    if declared not in (None, "eagle3", "dflash"):
+        raise WhiFlashError(f"{weights.path} is a speculators model of type {declared!r}, which is not supported")
     for name in weights:
         for fragment, owner in UNSUPPORTED_TENSORS.items():
             if fragment in name:
@@ -177,6 +188,8 @@ def read_dflash(
             f"the config of {weights.path} gives no {'mask_token_id' if mask_token_id is None else 'block_size'}, "
             "without which a DFlash model cannot draft; no default is safe"
         )
+    if int(mask_token_id) < 0:
+        raise WhiFlashError(f"mask_token_id {mask_token_id} of {weights.path} is not a token id")
     own_head = "lm_head.weight" in weights
     windows, causal = _dflash_attention(inner, raw, options, layers, speculators)
     return DFlashConfig(
@@ -209,6 +222,7 @@ def _dflash_taps(
         if speculators:
             return (2, n // 2, n - 3)
         ids = [n // 2] if layers == 1 else [round(1 + i * (n - 4) / (layers - 1)) for i in range(layers)]
+        tap_ids = "output"
     boundary = (tap_ids or ("boundary" if speculators else "output")) == "boundary"
     if boundary:
         return tuple(int(i) for i in ids)
@@ -225,15 +239,18 @@ def _dflash_attention(
             raise WhiFlashError("this config sets use_swa without a swa_window_size")
         return (int(window),) * layers, (False,) * layers
     windows = layer_windows(inner, layers)
-    override = options.get("causal", raw.get("causal"))
-    if override is not None:
-        return windows, (bool(override),) * layers
+    for level, key in ((options, "causal"), (raw, "causal"), (options, "is_causal"), (raw, "is_causal")):
+        if level.get(key) is not None:
+            return windows, (bool(level[key]),) * layers
     non_causal = bool(raw.get("sliding_window_non_causal", False)) if speculators else False
     return windows, tuple(w is not None and not non_causal for w in windows)
 
 
 def _shape(config: Mapping[str, Any], weights: Weights, prefix: str, width: int, width_in: int) -> LayerShape:
     """Sizes from the tensors, which cannot lie; only the head count needs the config."""
+    act = config.get("hidden_act", "silu")
+    if act not in ("silu", "swish"):
+        raise WhiFlashError(f"{weights.path} uses the activation {act!r}, which is not supported; expected silu")
     heads = config.get("num_attention_heads")
     if not heads:
         raise WhiFlashError(f"the config of {weights.path} gives no num_attention_heads")

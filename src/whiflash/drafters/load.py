@@ -4,14 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from whiflash.drafters import layouts
-from whiflash.drafters.dflash import DFlash
+from whiflash.drafters.dflash import DFlash, DFlashConfig
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.nn.linear import pack
-from whiflash.nn.weights import Part, Weights, load_parts, read_config, resolve
+from whiflash.nn.weights import Part, Weights, load_parts, read_config, read_torch, resolve
 from whiflash.target.target import Target
 
 # buffers that some exporters write and nobody needs
@@ -48,17 +49,8 @@ def load_eagle3(
     plain_norm = "hidden_norm" if "layers.1.hidden_norm.weight" in weights else "input_layernorm"
     parts = [_legacy_norm(part, weights) for part in model.parts(prefix, plain_norm)]
     load_parts(parts, weights, target.dtype, target.device)
-    target_ids = layouts.read_target_ids(weights, config.vocab_size, config.draft_vocab_size)
+    _bind_vocabulary(name, model, weights, target)
     weights.finish(IGNORED)
-    if target_ids is not None and int(target_ids.max()) >= target.vocab_size:
-        raise WhiFlashError(f"d2t of {name} reaches token {int(target_ids.max())}, beyond {target.name}'s vocabulary")
-    if target_ids is None and config.draft_vocab_size != target.vocab_size:
-        # a head padded otherwise than the target: rows that both have, and no other, may be drafted
-        shared = min(config.draft_vocab_size, target.vocab_size)
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight[:shared].contiguous())
-        target_ids = torch.arange(shared)
-    model.target_ids = None if target_ids is None else target_ids.to(target.device)
-    model.config = replace(config, vocab_size=target.vocab_size, draft_vocab_size=model.lm_head.weight.shape[0])
     model.target_embed = target.network.embed
     if packed:
         model.layer.attention.split_kv()
@@ -86,21 +78,18 @@ def load_dflash(
         )
     _check_taps(name, config.taps, target)
     _check_vocabulary(name, config.vocab_size or target.vocab_size, target)
-    vocab_size = config.vocab_size or target.vocab_size
-    config = replace(config, vocab_size=vocab_size, draft_vocab_size=config.draft_vocab_size or vocab_size)
+    config = replace(config, vocab_size=config.vocab_size or target.vocab_size)
+    if not config.own_head:
+        config = replace(config, draft_vocab_size=target.vocab_size)
     with torch.device("meta"):
         model = DFlash(config)
     load_parts(model.parts(), weights, target.dtype, target.device)
-    if config.own_head:
-        target_ids = layouts.read_target_ids(weights, vocab_size, config.draft_vocab_size)
-        model.target_ids = None if target_ids is None else target_ids.to(target.device)
+    _bind_vocabulary(name, model, weights, target)
     weights.finish((*IGNORED, "t2d", "verifier_lm_head.weight", "verifier_norm.weight"))
     table = config.vocab_size if config.own_embedding else target.vocab_size
     if config.mask_token_id >= table:
-        model.mask_embedding = _mask_embedding(Path(weights.path), config.mask_token_id, table).to(
-            target.device, target.dtype
-        )
-    model.config = replace(config, vocab_size=target.vocab_size)
+        mask = _mask_embedding(Path(weights.path), config, table)
+        model.mask_embedding = mask.to(target.device, target.dtype)
     model.target_embed, model.target_head = target.network.embed, target.network.head
     if packed:
         for layer in model.layers:
@@ -137,6 +126,28 @@ def _check_vocabulary(name: str | Path, vocab_size: int, target: Target) -> None
         )
 
 
+def _bind_vocabulary(name: str | Path, model: Eagle3 | DFlash, weights: Weights, target: Target) -> None:
+    """Read which target token each draft id means, and fit own tables to the target's, which may be padded."""
+    config = model.config
+    if model.lm_head is not None:
+        target_ids = layouts.read_target_ids(weights, config.vocab_size, config.draft_vocab_size)
+        if target_ids is not None and int(target_ids.max()) >= target.vocab_size:
+            raise WhiFlashError(
+                f"d2t of {name} reaches token {int(target_ids.max())}, beyond {target.name}'s vocabulary"
+            )
+        if target_ids is None and config.draft_vocab_size != target.vocab_size:
+            # rows that both tables have, and no other, may be drafted
+            shared = min(config.draft_vocab_size, target.vocab_size)
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight[:shared].contiguous())
+            target_ids = torch.arange(shared)
+        model.target_ids = None if target_ids is None else target_ids.to(target.device)
+        config = replace(config, draft_vocab_size=model.lm_head.weight.shape[0])
+    if model.embedding is not None and (missing := target.vocab_size - config.vocab_size) > 0:
+        # the target can sample a padding row, if hardly ever
+        model.embedding.weight = nn.Parameter(F.pad(model.embedding.weight, (0, 0, 0, missing)))
+    model.config = replace(config, vocab_size=target.vocab_size)
+
+
 def _legacy_norm(part: Part, weights: Weights) -> Part:
     """fc_norm.{0,1,2} were once called aux_norm_{low,mid,high}."""
     name = part.names[0]
@@ -145,12 +156,17 @@ def _legacy_norm(part: Part, weights: Weights) -> Part:
     return part
 
 
-def _mask_embedding(path: Path, mask_token_id: int, table: int) -> torch.Tensor:
+def _mask_embedding(path: Path, config: DFlashConfig, table: int) -> torch.Tensor:
     file = (path if path.is_dir() else path.parent) / "mask_embedding.pt"
     if not file.is_file():
         raise WhiFlashError(
-            f"mask token {mask_token_id} of {path} lies outside the embedding table of {table} rows, and there is no "
-            "mask_embedding.pt beside the weights to replace it"
+            f"mask token {config.mask_token_id} of {path} lies outside the embedding table of {table} rows, and there "
+            "is no mask_embedding.pt beside the weights to replace it"
         )
-    stored = torch.load(file, map_location="cpu", weights_only=True)
-    return (stored["embedding"] if isinstance(stored, dict) else stored).flatten()
+    stored = read_torch(file)
+    vector = stored.get("embedding") if isinstance(stored, dict) else stored
+    if not isinstance(vector, torch.Tensor) or vector.numel() != config.shape.width:
+        raise WhiFlashError(
+            f"{file} does not hold one vector of {config.shape.width} values (alone, or under the key 'embedding')"
+        )
+    return vector.flatten()

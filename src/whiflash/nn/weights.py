@@ -140,7 +140,10 @@ def _weight_files(path: Path) -> list[Path]:
         return [path]
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        try:
+            files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WhiFlashError(f"{index} is no index of weight files; fetch it again") from error
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise WhiFlashError(f"{path} lacks {', '.join(missing)}, which {index.name} names; fetch it again")
@@ -152,13 +155,18 @@ def _weight_files(path: Path) -> list[Path]:
     raise WhiFlashError(f"{path} has no model.safetensors (single or sharded) and no pytorch_model.bin")
 
 
-def _read_bin(file: Path) -> dict[str, Tensor]:
+def read_torch(file: Path) -> Any:
+    """A file of `torch.save` that holds tensors and plain containers; anything else could run code."""
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds here, all of which mean the same to the reader
         raise WhiFlashError(
-            f"{file} cannot be read as plain tensors (weights_only): {error}".splitlines()[0]
+            f"{file} is damaged, or holds more than plain tensors, which is unsafe to load; use safetensors instead"
         ) from error
+
+
+def _read_bin(file: Path) -> dict[str, Tensor]:
+    state = read_torch(file)
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise WhiFlashError(f"{file} holds something other than named tensors")
     return state
