@@ -33,6 +33,10 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, width: int, eps: float):
         super().__init__(width, eps=eps)
 
+    def forward(self, x: Tensor) -> Tensor:
+        # autocast hands over half-precision inputs, which have no fused kernel with a float32 weight
+        return super().forward(x.to(self.weight.dtype))
+
 
 class Attention(nn.Module):
     """Grouped-query attention with q, k, v from one product. Callers own caching: project, (append), attend."""

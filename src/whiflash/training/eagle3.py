@@ -35,10 +35,15 @@ from whiflash.training.teacher import (
 
 @dataclass(frozen=True)
 class Eagle3Recipe:
-    """`test_steps` drafting steps are trained, step i weighing decay^i; `chain` is the depth that evaluation drafts."""
+    """`test_steps` drafting steps are trained, step i weighing decay^i; `chain` is the depth that evaluation drafts.
+
+    At most `rows` rows of a text are trained at a time, in a random stretch of its answer (0: all): early on, steps
+    count more than rows a step.
+    """
 
     draft_vocab: int = 8192
     test_steps: int = 4
+    rows: int = 0
     decay: float = 0.8
     chain: int = 5
     fc_noise: float = 0.002
@@ -111,6 +116,18 @@ def unroll(head: Eagle3, features: Tensor, tokens: Tensor, start: int, steps: in
     return outputs
 
 
+def stretch(sample: Sample, rows: int, steps: int, generator: torch.Generator) -> Sample:
+    """A random stretch of the answer that trains `rows` rows of step 0; what lies before it becomes prompt."""
+    spare = len(sample.tokens) - 1 - sample.start - rows - steps
+    if not rows or spare <= 0:
+        return sample
+    start = sample.start + int(torch.randint(spare + 1, (1,), generator=generator, device=generator.device))
+    end = start + rows + steps + 1
+    return replace(
+        sample, start=start, tokens=sample.tokens[:end], features=sample.features[:end], hidden=sample.hidden[:end]
+    )
+
+
 class Eagle3Trainee:
     def __init__(self, head: Eagle3, target: Target, recipe: Eagle3Recipe, held: Sequence[Sample] = ()):
         assert head.target_ids is not None
@@ -119,6 +136,7 @@ class Eagle3Trainee:
 
     def loss(self, sample: Sample, generator: torch.Generator) -> Tensor:
         """Σ_i decay^i · (mean over all rows of the soft cross-entropy, rows with a label outside the vocabulary 0)."""
+        sample = stretch(sample, self.recipe.rows, self.recipe.test_steps, generator)
         start, end = sample.start, len(sample.tokens) - 1
         outputs = unroll(self.module, sample.features, sample.tokens, start, self.recipe.test_steps)
         # hidden state q predicts token q+1, so rows of step 0 learn from start.., of step i from start+i..
