@@ -223,14 +223,20 @@ def user_turn(target: Target, system: str) -> tuple[list[int], frozenset[int]]:
         text = tokenizer.apply_chat_template([user], tokenize=False)
     before, _, after = text.partition(mark)
     ends = tokenizer(after, add_special_tokens=False).input_ids[:1]
-    return tokenizer(before, add_special_tokens=False).input_ids, frozenset(ends) & frozenset(tokenizer.all_special_ids)
+    return tokenizer(before, add_special_tokens=False).input_ids, frozenset(ends) & special_ids(target)
+
+
+def special_ids(target: Target) -> frozenset[int]:
+    """Every special token, named ones (end of sequence, padding, …) and others."""
+    tokenizer = target.tokenizer
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | added
 
 
 def question(target: Target, tokens: Sequence[int], stops: frozenset[int]) -> str | None:
     """The text of a finished, sensible user's turn, or None: it must have ended, be short, and not repeat itself."""
     body = tokens[:-1]
-    special = set(target.tokenizer.all_special_ids)
-    if tokens[-1] not in stops or not 6 <= len(body) <= 160 or special.intersection(body):
+    if tokens[-1] not in stops or not 6 <= len(body) <= 160 or special_ids(target).intersection(body):
         return None
     text = target.decode(body).strip()
     words = normalised(text).split()
