@@ -12,7 +12,7 @@ FLOOR = {"errors"}
 BELOW_MODEL = FLOOR | {"nn", "routers", "target", "drafters", "decoding"}
 # The command line and the modules it is split into: one floor.
 TOP = {"cli", "chat", "demo", "inspect", "options", "terminal"}
-BELOW_TOP = BELOW_MODEL | {"model", "progress", "training", "evaluation", "whiflash"}
+BELOW_TOP = BELOW_MODEL | {"model", "progress", "journal", "training", "evaluation", "whiflash"}
 FACE_ROOMS = {"options", "terminal", "chat", "demo", "inspect"}
 # Every room, and the rooms it may import from. A new room needs its place here.
 MAY_IMPORT = {
@@ -24,13 +24,14 @@ MAY_IMPORT = {
     "decoding": FLOOR | {"nn", "routers", "target", "drafters"},
     "model": BELOW_MODEL,
     "progress": FLOOR,
+    "journal": FLOOR,
     "inspect": BELOW_MODEL,
     "options": FLOOR,
     "terminal": BELOW_MODEL | {"model"},
     "chat": BELOW_MODEL | {"model", "terminal"},
     "demo": BELOW_MODEL | {"model", "terminal", "progress"},
-    "training": BELOW_MODEL | {"model", "progress"},
-    "evaluation": BELOW_MODEL | {"model", "progress"},
+    "training": BELOW_MODEL | {"model", "progress", "journal"},
+    "evaluation": BELOW_MODEL | {"model", "progress", "journal"},
     **dict.fromkeys(TOP, TOP | BELOW_TOP),
     "whiflash": FLOOR | {"model"},  # the package's own __init__
     "__main__": {"cli"},
