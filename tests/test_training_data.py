@@ -13,9 +13,9 @@ import torch
 
 import tiny
 import tiny_training as setup
+from whiflash import journal
 from whiflash.errors import WhiFlashError
 from whiflash.target.load import load_target
-from whiflash.training import journal
 from whiflash.training.slots import Job, SlotCache, _Engine, _Slot, generate
 from whiflash.training.synthesize import (
     DataRecipe,

@@ -15,12 +15,12 @@ from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
+from whiflash.journal import Journal
 from whiflash.nn.weights import resolve
 from whiflash.target.target import Target
 from whiflash.training import dflash, eagle3
 from whiflash.training.evaluate import accepted_lengths
 from whiflash.training.features import Sample, Source
-from whiflash.training.journal import Journal
 
 # blocks whose full logits are held at a time
 ANCHORS = 32

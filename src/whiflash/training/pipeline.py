@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from whiflash.errors import WhiFlashError
+from whiflash.journal import exclusive, read_json, write_atomic
 from whiflash.target.load import load_target
 from whiflash.target.target import Target
 from whiflash.training.acceptance import Drafters, Measured, measure
 from whiflash.training.dflash import train_dflash
 from whiflash.training.eagle3 import train_eagle3
 from whiflash.training.features import Sample, Source, describe, prepare
-from whiflash.training.journal import exclusive, read_json, write_atomic
 from whiflash.training.loop import LoopConfig, Run
 from whiflash.training.recipe import Recipe, TextRecipe
 from whiflash.training.router import RouterRecipe, train_router

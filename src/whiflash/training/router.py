@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from whiflash.errors import WhiFlashError
+from whiflash.journal import write_atomic
 from whiflash.routers.mlp import RouterMLP
 from whiflash.routers.neural import FORMAT
 from whiflash.target.target import Target
 from whiflash.training.acceptance import Measured
-from whiflash.training.journal import write_atomic
 
 PAIRS = ("df-e3", "ddt-e3", "df-ddt")
 

@@ -16,8 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from whiflash.errors import WhiFlashError
+from whiflash.journal import Journal
 from whiflash.target.target import Target
-from whiflash.training.journal import Journal
 from whiflash.training.slots import Job, generate
 
 # What the target is told to be when it writes a user's turn, by category of the prompt that this makes likely.
