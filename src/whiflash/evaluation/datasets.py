@@ -1,0 +1,288 @@
+"""Prompts by name: the benchmark's data sets from the hub or from files, and the set that ships with the package."""
+
+import ast
+import difflib
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from whiflash.errors import WhiFlashError
+from whiflash.evaluation import formats
+from whiflash.evaluation.formats import Row, Turns
+
+CATEGORIES = ("chat", "math", "coding", "agentic")
+DEMO = Path(__file__).parents[1] / "assets" / "demo"
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet")
+# Rows looked at in sets too big to download: enough to draw a sample from.
+STREAMED = 1000
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation: the user's turns, answered one after the other."""
+
+    id: str
+    dataset: str
+    category: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where `datasets.load_dataset` finds a set; `files` for repositories whose loading script no longer runs."""
+
+    path: str
+    config: str | None = None
+    split: str = "test"
+    streaming: bool = False
+    files: str | None = None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """`files` are the names (or patterns) of the set's own published files, looked for in DIR and in DIR/<name>."""
+
+    category: str
+    turns: Callable[[Row], Turns]
+    source: str
+    files: tuple[str, ...]
+    hub: Hub | None = None
+
+
+DATASETS: dict[str, Spec] = {
+    "mt-bench": Spec(
+        "chat", formats.mt_bench, "question.jsonl of lm-sys/FastChat (fastchat/llm_judge/data/mt_bench)",
+        ("mt-bench/question.jsonl",), Hub("HuggingFaceH4/mt_bench_prompts", split="train"),
+    ),
+    "alpaca": Spec(
+        "chat", formats.alpaca, "alpaca_data.json of tatsu-lab/stanford_alpaca",
+        ("alpaca_data.json", "alpaca/question.jsonl"),
+        Hub("tatsu-lab/alpaca", split="train"),
+    ),
+    "ultrachat": Spec(
+        "chat", formats.ultrachat, "a file of thunlp/UltraChat or of HuggingFaceH4/ultrachat_200k",
+        ("ultrachat/test*", "ultrachat/train*"), Hub("HuggingFaceH4/ultrachat_200k", split="test_sft", streaming=True),
+    ),
+    "wildchat": Spec(
+        "chat", formats.wildchat, "a parquet file of allenai/WildChat-1M", ("wildchat/train*",),
+        Hub("allenai/WildChat-1M", split="train", streaming=True),
+    ),
+    "gsm8k": Spec(
+        "math", formats.mathematics, "test.jsonl of openai/grade-school-math", ("gsm8k/test*", "gsm8k/main/test*"),
+        Hub("openai/gsm8k", "main"),
+    ),
+    "math500": Spec(
+        "math", formats.mathematics, "test.jsonl of HuggingFaceH4/MATH-500", ("math500/test*",),
+        Hub("HuggingFaceH4/MATH-500"),
+    ),
+    "aime24": Spec(
+        "math", formats.mathematics, "a file of HuggingFaceH4/aime_2024", ("aime24/*",),
+        Hub("HuggingFaceH4/aime_2024", split="train"),
+    ),
+    "aime25": Spec(
+        "math", formats.mathematics, "a file of MathArena/aime_2025", ("aime25/*",),
+        Hub("MathArena/aime_2025", split="train"),
+    ),
+    "humaneval": Spec(
+        "coding", formats.humaneval, "HumanEval.jsonl.gz of openai/human-eval", ("HumanEval.jsonl*", "humaneval/test*"),
+        Hub("openai/openai_humaneval"),
+    ),
+    "mbpp": Spec(
+        "coding", formats.mbpp, "sanitized-mbpp.json of google-research/mbpp",
+        ("mbpp-sanitized.jsonl", "sanitized-mbpp.json", "mbpp/test*"),
+        Hub("google-research-datasets/mbpp", "sanitized"),
+    ),
+    "livecodebench": Spec(
+        "coding", formats.livecodebench, "test.jsonl of livecodebench/code_generation_lite", ("livecodebench/test*",),
+        Hub("json", files="hf://datasets/livecodebench/code_generation_lite/test.jsonl", split="train"),
+    ),
+    "swe-bench": Spec(
+        "agentic", formats.swe_bench, "the test file of princeton-nlp/SWE-bench_Lite", ("swe-bench/test*",),
+        Hub("princeton-nlp/SWE-bench_Lite"),
+    ),
+    "tau-bench": Spec(
+        "agentic", formats.tau_bench,
+        "airline/ and retail/ of sierra-research/tau-bench (tau_bench/envs, with tasks_test.py and wiki.md)",
+        ("tau-bench/**/tasks_test.py",),
+    ),
+    "agentbench": Spec(
+        "agentic", formats.agentbench, "the numbered directories of THUDM/AgentBench (data/os_interaction/data)",
+        ("agentbench/**/[0-9]*/*.json", "agentbench/*.json"),
+    ),
+    "agentinstruct": Spec(
+        "agentic", formats.agentinstruct, "the parquet files of zai-org/AgentInstruct",
+        ("agentinstruct/**/*.parquet", "agentinstruct/*"),
+        Hub("THUDM/AgentInstruct", split="os+db+alfworld+webshop+kg+mind2web"),
+    ),
+}  # fmt: skip
+
+
+def load_prompts(
+    names: Sequence[str], directory: Path | None = None, max_samples: int | None = None, seed: int = 0
+) -> list[Prompt]:
+    """Prompts of the named sets, in order.
+
+    A name is a data set, `category:<category>` (all its data sets), `demo` (built in), or the path of a .jsonl file
+    with {"id", "category", "turns"}. max_samples: of each category of each set, drawn with `seed`, in the set's order.
+    """
+    if max_samples is not None and max_samples < 1:
+        raise WhiFlashError(f"--max-samples must be at least 1, got {max_samples}")
+    if directory is not None and not directory.is_dir():
+        raise WhiFlashError(f"the data set directory {directory} does not exist")
+    prompts: list[Prompt] = []
+    for name in dict.fromkeys(chain.from_iterable(map(_expand, names))):
+        loaded = list(_load(name, directory))
+        if not loaded:
+            raise WhiFlashError(f"data set {name} holds no prompt")
+        for category in dict.fromkeys(p.category for p in loaded):
+            prompts += _sample([p for p in loaded if p.category == category], max_samples, seed)
+    if not prompts:
+        raise WhiFlashError("no data set is named; give --dataset, for example --dataset demo")
+    doubled = len(prompts) - len({p.id for p in prompts})
+    if doubled:
+        raise WhiFlashError(f"{doubled} prompts have the same id as another one; ids must differ")
+    return prompts
+
+
+def _expand(name: str) -> list[str]:
+    if name.startswith("category:"):
+        category = name.removeprefix("category:")
+        if category not in CATEGORIES:
+            raise WhiFlashError(f"category {category!r} is not known{_near(category, CATEGORIES)}")
+        return [n for n, spec in DATASETS.items() if spec.category == category]
+    if name in DATASETS or name == "demo" or name.endswith(".jsonl"):
+        return [name]
+    known = (*DATASETS, "demo", *(f"category:{c}" for c in CATEGORIES))
+    raise WhiFlashError(f"data set {name!r} is not known{_near(name, known)}")
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(known)}"
+
+
+def _sample(prompts: list[Prompt], count: int | None, seed: int) -> list[Prompt]:
+    if count is None or count >= len(prompts):
+        return prompts
+    return [prompts[i] for i in sorted(random.Random(seed).sample(range(len(prompts)), count))]
+
+
+def _load(name: str, directory: Path | None) -> Iterator[Prompt]:
+    if name == "demo":
+        for category in CATEGORIES:
+            yield from _prompts("demo", _read(DEMO / f"{category}.jsonl"), None)
+    elif name not in DATASETS:
+        if not Path(name).is_file():
+            raise WhiFlashError(f"there is no file {name}; expected JSONL of id, category and turns")
+        yield from _prompts(Path(name).stem, _read(Path(name)), None)
+    else:
+        spec = DATASETS[name]
+        files = _find(name, spec, directory) if directory else []
+        rows = (row for file in files for row in _read(file)) if files else _from_hub(name, spec, directory)
+        yield from _prompts(name, rows, spec)
+
+
+def _prompts(name: str, rows: Iterable[Row], spec: Spec | None) -> Iterator[Prompt]:
+    for index, row in enumerate(rows):
+        try:
+            turns = list(row["turns"]) if "turns" in row else spec.turns(row) if spec else None
+            category = spec.category if spec else row["category"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise WhiFlashError(
+                f"row {index} of data set {name} is not in its published format ({type(error).__name__}: {error}); "
+                f"its keys are {', '.join(row)}"
+            ) from error
+        if spec is None and (category not in CATEGORIES or not turns):
+            raise WhiFlashError(
+                f"row {index} of {name} needs turns and a category of {', '.join(CATEGORIES)}; it has {category!r}"
+            )
+        if turns and all(isinstance(t, str) and t.strip() for t in turns):
+            yield Prompt(
+                str(row.get("id") or f"{name}/{index}") if "turns" in row else f"{name}/{index}",
+                name,
+                category,
+                tuple(turns),
+            )
+
+
+def _find(name: str, spec: Spec, directory: Path) -> list[Path]:
+    """The files of a set: what carries its name, else its own files; all that match the first pattern that does."""
+    for pattern in (*(name + s for s in SUFFIXES), *spec.files, f"{name}/*"):
+        files = sorted(f for f in directory.glob(pattern) if f.name.endswith((*SUFFIXES, "tasks_test.py")))
+        if files:
+            return files
+    return []
+
+
+def _read(file: Path) -> Iterator[Row]:
+    try:
+        if file.name.endswith((".jsonl", ".jsonl.gz")):
+            with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
+                for line in lines:
+                    if line.strip():
+                        yield json.loads(line)
+        elif file.suffix == ".json":
+            yield from _rows_of_json(file)
+        elif file.suffix == ".parquet":
+            yield from _parquet(file)
+        else:
+            yield from _tasks(file)
+    except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, WhiFlashError):
+            raise
+        raise WhiFlashError(f"{file} cannot be read as a data set ({error})") from error
+
+
+def _rows_of_json(file: Path) -> Iterator[Row]:
+    """A list of rows, or (in files named .json that hold one) one row a line."""
+    text = file.read_text("utf-8")
+    try:
+        rows = json.loads(text)
+    except ValueError:
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    yield from rows if isinstance(rows, list) else [rows]
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise WhiFlashError(f"reading {file.name} needs pyarrow: pip install 'whiflash[bench]'") from error
+    for batch in ParquetFile(file).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _tasks(file: Path) -> Iterator[Row]:
+    """tau-bench states its tasks as Python: the instruction of every `Task(…)`, with the policy that lies beside it."""
+    wiki = (file.parent / "wiki.md").read_text("utf-8")
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Task":
+            fields = {k.arg: k.value for k in node.keywords}
+            yield {"wiki": wiki, "instruction": ast.literal_eval(fields["instruction"])}
+
+
+def _from_hub(name: str, spec: Spec, directory: Path | None) -> Iterator[Row]:
+    where = f"{directory}/{name}/" if directory else f"DIR/{name}/ and give --dataset-dir DIR"
+    put = f"put {spec.source} into {where}"
+    if spec.hub is None:
+        raise WhiFlashError(f"data set {name} is not on the hub: {put}")
+    try:
+        import datasets
+    except ImportError as error:
+        raise WhiFlashError(
+            f"loading {name} from the hub needs the datasets library: pip install 'whiflash[bench]'; or {put}"
+        ) from error
+    hub, options = spec.hub, {}
+    if hub.files:
+        options["data_files"] = hub.files
+    try:
+        rows: Any = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=hub.streaming, **options)
+        yield from islice(rows, STREAMED) if hub.streaming else rows
+    except Exception as error:  # the library raises its own, the hub's, the network's and the file system's errors
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise WhiFlashError(f"data set {name} could not be loaded from the hub ({reason}); offline, {put}") from error
