@@ -2,11 +2,14 @@
 
 `build(directory)` writes it in a second; the directory loads in transformers and in `load_target`. The weights are
 drawn wide enough that greedy answers wander instead of looping, and the end-of-turn token comes up now and then.
+`eagle3_head` and `dflash_model` give random drafters for it, to be put on disk with `write`.
 """
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
@@ -76,4 +79,80 @@ def build(
     model.generation_config = GenerationConfig(eos_token_id=[end], pad_token_id=words.pad_token_id)
     model.save_pretrained(directory)
     words.save_pretrained(directory)
+    return directory
+
+
+def _layer(prefix: str, width: int, inputs: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> dict:
+    """Shapes of one draft layer whose q, k and v read `inputs` values."""
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return {
+        f"{prefix}.input_layernorm.weight": (width,),
+        f"{prefix}.post_attention_layernorm.weight": (width,),
+        f"{attention}.q_proj.weight": (heads * head_dim, inputs),
+        f"{attention}.k_proj.weight": (kv_heads * head_dim, inputs),
+        f"{attention}.v_proj.weight": (kv_heads * head_dim, inputs),
+        f"{attention}.o_proj.weight": (width, heads * head_dim),
+        f"{mlp}.gate_proj.weight": (2 * width, width),
+        f"{mlp}.up_proj.weight": (2 * width, width),
+        f"{mlp}.down_proj.weight": (width, 2 * width),
+    }
+
+
+def eagle3_head(vocab: int, draft_vocab: int = 40, width: int = 32, seed: int = 1) -> tuple[dict, dict]:
+    """(config, tensors) of a random EAGLE-3 head as SpecForge writes it, without an embedding."""
+    shapes = {
+        "fc.weight": (width, 3 * width),
+        "midlayer.hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+        "lm_head.weight": (draft_vocab, width),
+        **_layer("midlayer", width, 2 * width),
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_attention_heads": 4,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+    }
+    tensors, generator = _random(shapes, seed)
+    kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+    tensors["d2t"] = kept - torch.arange(draft_vocab)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
+    return config, tensors
+
+
+def dflash_model(vocab: int, target_layers: int, layers: int = 2, width: int = 32, seed: int = 2) -> tuple[dict, dict]:
+    """(config, tensors) of a random DFlash model as z-lab writes it; the mask token is tiny's <|mask|>."""
+    shapes = {"fc.weight": (width, 3 * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
+    for i in range(layers):
+        shapes |= _layer(f"layers.{i}", width, width)
+        shapes |= {f"layers.{i}.self_attn.{n}_norm.weight": (8,) for n in "qk"}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": width,
+        "num_attention_heads": 4,
+        "num_hidden_layers": layers,
+        "num_target_layers": target_layers,
+        "vocab_size": vocab,
+        "block_size": 4,
+        "dflash_config": {"target_layer_ids": [0, 2, 4], "mask_token_id": 259},
+    }
+    return config, _random(shapes, seed)[0]
+
+
+def _random(shapes: dict, seed: int) -> tuple[dict[str, torch.Tensor], torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1) for name, shape in shapes.items()
+    }, generator
+
+
+def write(directory: str | Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    directory = Path(directory)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     return directory

@@ -40,8 +40,8 @@ def load_target(
     if not path.is_dir():
         raise WhiFlashError(f"target {name} is a file; expected a model directory or a hub id")
     raw = read_config(path, "target")
-    tokenizer = _load_tokenizer(path)
     config = _own_config(raw) if runtime else None
+    tokenizer = _load_tokenizer(path)
     if config is not None:
         network = pack(Decoder.load(config, Weights(path), dtype, device))
         return Target(
