@@ -1,6 +1,7 @@
 """The router's interface: a signal from the target in, a slot out."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -18,9 +19,11 @@ class Signal:
 
     def entropy(self) -> Tensor:
         """Entropy of the next-token distribution at temperature 1, in nats."""
-        log_probs = self.logits.float().log_softmax(-1)
-        # -inf logits would give 0 · -inf
-        return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(torch.float32).min)).sum()
+        return self._entropy
+
+    @cached_property
+    def _entropy(self) -> Tensor:
+        return torch.special.entr(self.logits.float().softmax(-1)).sum()
 
 
 class Router(Protocol):
