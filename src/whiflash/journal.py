@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,8 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.write_text(text, "utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise WhiFlashError(f"{path} cannot be written ({error.strerror or error})") from error
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,8 @@ def export(network: RouterMLP, config: dict[str, Any], out: Path) -> None:
         save_file({name: t.contiguous() for name, t in network.state_dict().items()}, temporary)
         os.replace(temporary, out / "model.safetensors")
     except Exception as error:  # safetensors has its own error for a full disk
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise WhiFlashError(f"the router could not be written to {out} ({error})") from error
     write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
     write_atomic(out / "README.md", card(config))
