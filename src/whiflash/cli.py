@@ -10,6 +10,7 @@ import typer
 
 from whiflash import options as o
 from whiflash.errors import WhiFlashError
+from whiflash.training.commands import app as train_app
 
 if TYPE_CHECKING:
     from whiflash.model import WhiFlash
@@ -21,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(train_app, name="train")
 
 
 def main() -> None:
