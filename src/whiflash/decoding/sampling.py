@@ -31,6 +31,8 @@ class Sampling:
             raise WhiFlashError(f"top-p must lie above 0 and up to 1 (1 is off), got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise WhiFlashError(f"min-p must lie between 0 and 1 (0 is off), got {self.min_p}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise WhiFlashError(f"a seed must be a whole number from 0 to 2**64 - 1, got {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -51,9 +53,9 @@ class Sampler:
     def probabilities(self, logits: Tensor) -> Tensor:
         """logits [..., vocab] → the distribution sampled from, float32."""
         s = self.sampling
-        # the maximum goes first, so that the smallest temperature cannot overflow
+        # the maximum goes first, so that a small temperature cannot overflow; float32 knows no smaller one than this
         logits = logits.float()
-        logits = (logits - logits.amax(-1, keepdim=True)) / s.temperature
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(s.temperature, 1e-30)
         if s.top_k:
             kth = logits.topk(min(s.top_k, logits.shape[-1]), -1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -72,9 +74,14 @@ class Sampler:
         return self.draw(probs), probs
 
     def draw(self, probs: Tensor) -> Tensor:
-        """One token a row. Exponential races need no host sync and no normalised rows, unlike torch.multinomial."""
-        noise = torch.empty_like(probs).exponential_(generator=self.generator)
-        return (probs / noise).argmax(-1)
+        """One token a row of probs [n, vocab], which need not be normalised: no host sync, one random number a row.
+
+        Inverts the cumulative distribution in float64, where the long tail of a large vocabulary keeps its mass.
+        """
+        heights = probs.cumsum(-1, dtype=torch.float64)
+        # below 1, and the first height above it is taken: never a token of probability 0
+        at = torch.rand(len(probs), 1, generator=self.generator, dtype=torch.float64, device=probs.device)
+        return torch.searchsorted(heights, at * heights[:, -1:], right=True)[:, 0]
 
     def uniform(self, count: int, device: torch.device) -> Tensor:
         return torch.rand(count, generator=self.generator, device=device)
