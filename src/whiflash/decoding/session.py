@@ -63,6 +63,9 @@ class Session:
     lazy: a draft model catches up only when the router picks it (or its backlog exceeds `backlog` rows); otherwise all
     do every round. kv_only: catching up writes K/V and nothing else. Both are exact; the switches exist to measure.
     timed: wait for the device at the end of each phase, so that times on an accelerator are true.
+
+    An interrupt may come between any two steps and the next `prefill` still starts from sound caches: `tokens` are set
+    before the rows that stand for them count, and rows count in the target's cache before they do in the log.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Session:
         tokens = list(tokens)
         self.sampler = sampler
         start = self._rewind(tokens)
+        self.tokens = tokens
         new = torch.tensor(tokens[start:], device=self.target.device)
         self.log.set_tokens(start, new)
         self.cache.reserve(len(tokens) + 1)
@@ -185,6 +189,8 @@ class Session:
                 break
             shared += 1
         keep = max(shared - 1, 0)
+        if self.log.taps:
+            keep = min(keep, self.log.length)
         self.cache.truncate(keep)
         for state in self.states.values():
             state.cache.truncate(min(state.cursor, keep))
@@ -202,6 +208,8 @@ class Session:
         self._catch_up([d for d in self.drafters if self.log.length - self._state(d).cursor > self.backlog])
 
     def _commit(self, start: int, nodes: list[int], tokens: list[int], features: Tensor | None) -> None:
+        self.tokens += tokens
+        self.log.set_tokens(start + 1, torch.tensor(tokens, device=self.target.device))
         if nodes[-1] == len(nodes) - 1:
             self.cache.advance(len(nodes))
             kept = None if features is None else features[:, : len(nodes)]
@@ -209,8 +217,6 @@ class Session:
             path = torch.tensor(nodes, device=self.target.device)
             self.cache.keep_path(start, path)
             kept = None if features is None else features[:, path]
-        self.tokens += tokens
-        self.log.set_tokens(start + 1, torch.tensor(tokens, device=self.target.device))
         self._append(kept)
 
     def _route(self, signal: Signal) -> Tensor:

@@ -77,12 +77,11 @@ class FeatureLog:
         count, held = rows.shape[0], self.length - self._first
         if held + count > self._rows.shape[0]:
             kept = self._rows[oldest_cursor - self._first : held]
-            room = self._rows
-            if kept.shape[0] + count > room.shape[0]:
-                room = room.new_empty(max(kept.shape[0] + count, 2 * room.shape[0]), room.shape[1])
-            room[: kept.shape[0]] = kept.clone()
-            self._rows, self._first = room, oldest_cursor
             held = kept.shape[0]
+            size = self._rows.shape[0]
+            room = self._rows.new_empty(size if held + count <= size else max(held + count, 2 * size), kept.shape[1])
+            room[:held] = kept
+            self._rows, self._first = room, oldest_cursor
         self._rows[held : held + count] = rows
         self.length += count
 
