@@ -94,7 +94,7 @@ sys.path.insert(0, {tests!r})
 import tiny_training as setup
 from whiflash.target.load import load_target
 from whiflash.training.eagle3 import train_eagle3
-from whiflash.training.features import Online
+from whiflash.training.features import Online, read_texts
 target = load_target({target!r})
 source = Online(target, read_texts({texts!r}, target), setup.TAPS)
 recipe = setup.eagle3_recipe(steps={steps}, texts_per_step={texts_per_step})
