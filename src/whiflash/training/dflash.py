@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash, DFlashConfig
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import additive
+from whiflash.nn.layers import Layer
 from whiflash.target.target import Target
 from whiflash.training import export
 from whiflash.training.evaluate import Scores, accepted_lengths, score
@@ -101,7 +102,7 @@ def new_drafter(target: Target, taps: Sequence[int], recipe: DFlashRecipe, sourc
     return drafter.to(target.device)
 
 
-def _set_qk_norms(layer: nn.Module, target: Target, source: Source, number: int) -> None:
+def _set_qk_norms(layer: Layer, target: Target, source: Source, number: int) -> None:
     """`layer` holds the target's weights of layer `number`: give its q/k norms the scale that q and k have there."""
     tokens = torch.tensor([source.texts[0].tokens], device=target.device)
     _, x = target.network(tokens, taps=(number,))
@@ -109,6 +110,7 @@ def _set_qk_norms(layer: nn.Module, target: Target, source: Source, number: int)
     attention = layer.attention
     heads = attention.qkv(layer.attention_norm(x.float().cpu())).unflatten(-1, (-1, attention.head_dim))
     q, k, _ = heads.split([attention.heads, attention.kv_heads, attention.kv_heads], 2)
+    assert attention.q_norm is not None and attention.k_norm is not None
     for norm, values in ((attention.q_norm, q), (attention.k_norm, k)):
         norm.weight.copy_(values.square().mean((0, 1, 2)).sqrt())
 

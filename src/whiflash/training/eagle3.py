@@ -146,9 +146,7 @@ class Eagle3Trainee:
         row = torch.arange(len(labels), device=labels.device)
         losses = soft_cross_entropy(logits, labels, torch.cat([row[i:] for i in range(len(outputs))]))
         pieces = losses.split([len(y) for y in outputs])
-        return sum(  # type: ignore[return-value]
-            self.recipe.decay**i * (piece * known[i:]).mean() for i, piece in enumerate(pieces)
-        )
+        return sum(self.recipe.decay**i * (piece * known[i:]).mean() for i, piece in enumerate(pieces))
 
     def accepted(self, sample: Sample) -> list[int]:
         return accepted(self.module, sample, self.recipe.chain)

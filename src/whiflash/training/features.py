@@ -160,7 +160,8 @@ class Cached:
     """
 
     def __init__(self, directory: str | Path, target: Target, texts: Sequence[Text], taps: Sequence[int]):
-        self.directory, self.target, self.texts, self.taps = Path(directory), target, list(texts), tuple(taps)
+        self.directory, self.target, self.taps = Path(directory), target, tuple(taps)
+        self.texts: Sequence[Text] = list(texts)
         self.fingerprint = f"{target.fingerprint()}-{list(taps)}-{hash_texts(texts)}"
         self.width = (len(self.taps) + 1) * target.width
         self._maps: dict[int, np.ndarray] = {}
@@ -203,7 +204,7 @@ class Cached:
         features, hidden = rows.split([self.width - self.target.width, self.target.width], -1)
         return Sample(text.category, text.start, torch.tensor(text.tokens), features, hidden)
 
-    def _members(self, shard: int) -> list[Text]:
+    def _members(self, shard: int) -> Sequence[Text]:
         return self.texts[shard * SHARD_TEXTS : (shard + 1) * SHARD_TEXTS]
 
     def _find(self, shard: int) -> Path | None:
@@ -218,7 +219,7 @@ class Cached:
                 f"{path} is damaged (its checksum differs from its name); delete that file and run again"
             )
 
-    def _write(self, shard: int, members: list[Text], batch_tokens: int) -> None:
+    def _write(self, shard: int, members: Sequence[Text], batch_tokens: int) -> None:
         rows = np.empty((sum(len(t.tokens) for t in members), self.width), np.float16)
         begins = np.cumsum([0, *(len(t.tokens) for t in members)])
         for batch in _batches(members, batch_tokens):

@@ -62,7 +62,8 @@ class LoopConfig:
 class Trainee(Protocol):
     """A drafter in training. `loss` is the mean over one text; `hidden_matrices` are those that Muon may take."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module: ...
 
     def loss(self, sample: Sample, generator: torch.Generator) -> Tensor: ...
 
@@ -159,7 +160,12 @@ def read_weights(out: str | Path) -> dict[str, Tensor]:
 
 
 def _optimizers(trainee: Trainee, parameters: list[nn.Parameter], config: LoopConfig) -> list[torch.optim.Optimizer]:
-    adamw = {"lr": config.lr, "betas": (0.9, config.beta2), "weight_decay": config.weight_decay, "fused": True}
+    adamw: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (0.9, config.beta2),
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
     if config.optimizer == "adamw":
         return [torch.optim.AdamW(parameters, **adamw)]
     hidden = {id(p) for p in trainee.hidden_matrices()}
