@@ -215,6 +215,13 @@ def test_out_of_time_is_not_out_of_luck(target, tmp_path):
     assert calls > 2
 
 
+def test_questions_leave_time_for_answers(target, tmp_path):
+    out, recipe = tmp_path / "out.jsonl", DataRecipe(max_tokens=8, slots=2, synthesise=10)
+    while not (rows := make_data(target, out, recipe, seconds=0)):
+        pass
+    assert rows == len((tmp_path / "out.questions.jsonl").read_text().splitlines()) == 1
+
+
 def test_excluded_and_repeated_prompts_are_left_out(target, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl", ["What is a sea?", "what is  a SEA", "What is a lake?"])
     exclude = write_prompts(tmp_path / "exclude.jsonl", ["WHAT is a lake"])

@@ -44,6 +44,8 @@ TEMPERATURES = (0.8, 0.9, 1.0)
 RUN = 8
 # Most attempts for one accepted question, before self-synthesis gives up on a target that cannot do it.
 PATIENCE = 40
+# Part of a time budget that questions may take: one costs about a third of its answer.
+QUESTIONS = 0.3
 # Prompts are answered in windows, longest first within each: neighbours of one length leave little padding.
 WINDOW = 256
 CATEGORY = re.compile(r"[\w.-]+")
@@ -148,7 +150,7 @@ def make_data(
     """Answer prompts into `out`, rows `{"category", "prompt", "response_ids"}`; returns the rows it holds.
 
     prompts: JSONL files. exclude: files of prompts that must not be used (those an evaluation will ask). Called again
-    it goes on where it stopped, be it killed or out of `seconds`.
+    it goes on where it stopped, be it killed or out of `seconds`. Out of time for questions, it answers those it has.
     """
     out = Path(out)
     taken = {normalised(p.text) for p in read_prompts(exclude)}
@@ -160,9 +162,10 @@ def make_data(
     if recipe.synthesise:
         taken.update(normalised(p.text) for p in given)
         file = out.with_name(f"{out.stem}.questions.jsonl")
-        written = synthesise(target, file, recipe, taken, report, seconds)
-        if len(written) < recipe.synthesise and seconds is not None and time.monotonic() - began >= seconds:
-            return 0
+        share = None if seconds is None else seconds * QUESTIONS
+        written = synthesise(target, file, recipe, taken, report, share)
+    if not given and not written:
+        return 0
     left = None if seconds is None else seconds - (time.monotonic() - began)
     return answer(target, out, recipe, [*given, *written], report, left)
 
