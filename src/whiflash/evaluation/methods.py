@@ -1,0 +1,215 @@
+"""What is compared: from the benchmark's flags to named ways of decoding over one target and shared drafters."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from whiflash.drafters.dflash import DFlash
+from whiflash.drafters.eagle3 import Eagle3
+from whiflash.errors import WhiFlashError
+from whiflash.model import PAIRS, Drafting, WhiFlash
+from whiflash.target.target import Target
+
+ALGORITHMS = ("NONE", "EAGLE3", "DFLASH", "DDTREE", "WHIFLASH")
+ROUTERS = ("entropy", "neural")
+BUDGET = Drafting.tree_budget
+BASELINE = "AR"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line said; None or empty where it said nothing."""
+
+    algorithms: Sequence[str] = ("WHIFLASH",)
+    draft: str | None = None
+    eagle_draft: str | None = None
+    pairs: Sequence[str] = ()
+    routers: Sequence[str] = ()
+    router_path: str | None = None
+    neural_threshold: float | None = None
+    entropy_threshold: float | None = None
+    tree_budgets: Sequence[int] = ()
+    block_size: int | None = None
+    eagle_depth: int | None = None
+    eagle_top_k: int | None = None
+    eagle_total_tokens: int | None = None
+    no_lazy_catchup: bool = False
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding. `drafters` and `router` as in `WhiFlash.from_pretrained`."""
+
+    name: str
+    drafters: str
+    router: str | None = None
+    threshold: float | None = None
+    drafting: Drafting = field(default_factory=Drafting)
+    lazy: bool = True
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Draft models by hub id or directory; None takes what ships with the package."""
+
+    dflash: str | None = None
+    eagle3: str | None = None
+
+
+def plan(flags: Flags) -> tuple[list[Method], Sources]:
+    """The methods to compare, plain decoding (AR) always among them and first, and where their draft models come from.
+
+    Raises for every flag that none of the chosen algorithms would use.
+    """
+    flags = _upper(flags)
+    _refuse(flags)
+    return list(_methods(flags)), _sources(flags)
+
+
+def _upper(flags: Flags) -> Flags:
+    names = tuple(dict.fromkeys(a.upper() for a in flags.algorithms))
+    for known, given, flag in (
+        (ALGORITHMS, names, "--speculative-algorithm"),
+        (PAIRS, flags.pairs, "--whiflash-drafters"),
+        (ROUTERS, flags.routers, "--whiflash-router"),
+    ):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise WhiFlashError(f"{flag} {unknown[0]!r} is not known; expected one of {', '.join(known)}")
+    return Flags(**{**vars(flags), "algorithms": names})
+
+
+def _refuse(flags: Flags) -> None:
+    chosen = set(flags.algorithms)
+    whiflash = "WHIFLASH" in chosen
+    used = {name for pair in _pairs(flags) for name in pair.split("-")} if whiflash else set()
+    used |= {name for algorithm, name in (("EAGLE3", "e3"), ("DFLASH", "df"), ("DDTREE", "ddt")) if algorithm in chosen}
+    routers = set(_routers(flags)) if whiflash else set()
+    ran = f"--speculative-algorithm {','.join(flags.algorithms)}"
+    if whiflash:
+        ran += f" with --whiflash-drafters {','.join(_pairs(flags))} and --whiflash-router {','.join(_routers(flags))}"
+    eagle = "e3" in used
+    for flag, given, applies, wanted in (
+        ("--draft-name-or-path", flags.draft, used, "an algorithm that drafts"),
+        ("--whiflash-eagle-draft", flags.eagle_draft, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
+        ("--whiflash-drafters", flags.pairs, whiflash, "WHIFLASH"),
+        ("--whiflash-router", flags.routers, whiflash, "WHIFLASH"),
+        ("--whiflash-neural-router-path", flags.router_path, "neural" in routers, "--whiflash-router neural"),
+        ("--whiflash-neural-router-threshold", flags.neural_threshold, "neural" in routers, "--whiflash-router neural"),
+        ("--whiflash-entropy-threshold", flags.entropy_threshold, "entropy" in routers, "--whiflash-router entropy"),
+        ("--whiflash-no-lazy-catchup", flags.no_lazy_catchup or None, whiflash, "WHIFLASH"),
+        ("--ddtree-tree-budget", flags.tree_budgets, "ddt" in used, "DDTREE, or WHIFLASH with a pair that has ddt"),
+        ("--block-size", flags.block_size, used & {"df", "ddt"}, "DFLASH, DDTREE, or WHIFLASH"),
+        ("--eagle-depth", flags.eagle_depth, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
+        ("--eagle-top-k", flags.eagle_top_k, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
+        ("--eagle-total-tokens", flags.eagle_total_tokens, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
+    ):
+        if given is not None and given != () and not applies:
+            raise WhiFlashError(f"{flag} has no effect on {ran}; it needs {wanted}: leave it out, or choose that")
+    if used == {"e3"} and flags.draft and flags.eagle_draft:
+        raise WhiFlashError(
+            "with EAGLE3 alone, --draft-name-or-path and --whiflash-eagle-draft both name its draft; give one of them"
+        )
+    if flags.router_path is not None and len(_pairs(flags)) > 1:
+        raise WhiFlashError(
+            f"--whiflash-neural-router-path is one router, trained for one pair, but --whiflash-drafters names "
+            f"{', '.join(_pairs(flags))}; give one pair"
+        )
+
+
+def _pairs(flags: Flags) -> tuple[str, ...]:
+    return tuple(flags.pairs) or ("df-e3",)
+
+
+def _routers(flags: Flags) -> tuple[str, ...]:
+    return tuple(flags.routers) or ("entropy",)
+
+
+def _sources(flags: Flags) -> Sources:
+    """With EAGLE3 alone the draft model named first is EAGLE-3's, as in the paper's commands."""
+    if set(flags.algorithms) - {"NONE"} == {"EAGLE3"}:
+        return Sources(None, flags.draft or flags.eagle_draft)
+    return Sources(flags.draft, flags.eagle_draft)
+
+
+def _methods(flags: Flags) -> Iterator[Method]:
+    def drafting(budget: int) -> Drafting:
+        given: dict[str, Any] = {
+            "tree_budget": budget,
+            "block_size": flags.block_size,
+            "eagle3_depth": flags.eagle_depth,
+            "eagle3_top_k": flags.eagle_top_k,
+            "eagle3_total_tokens": flags.eagle_total_tokens,
+        }
+        return Drafting(**{name: value for name, value in given.items() if value is not None})
+
+    budgets = tuple(flags.tree_budgets) or (BUDGET,)
+    yield Method(BASELINE, "none")
+    for algorithm in ALGORITHMS[1:]:
+        if algorithm not in flags.algorithms:
+            continue
+        if algorithm == "EAGLE3":
+            yield Method("EAGLE-3", "e3", drafting=drafting(BUDGET))
+        elif algorithm == "DFLASH":
+            yield Method("DFlash", "df", drafting=drafting(BUDGET))
+        elif algorithm == "DDTREE":
+            for budget in budgets:
+                yield Method(f"DDTree {budget}", "ddt", drafting=drafting(budget))
+        else:
+            for pair, router in product(_pairs(flags), _routers(flags)):
+                for budget in budgets if "ddt" in pair else (BUDGET,):
+                    yield Method(
+                        f"WhiFlash-{router.capitalize()} {pair}{f' {budget}' if 'ddt' in pair else ''}",
+                        pair,
+                        flags.router_path or router if router == "neural" else router,
+                        flags.neural_threshold if router == "neural" else flags.entropy_threshold,
+                        drafting(budget),
+                        not flags.no_lazy_catchup,
+                    )
+
+
+def load(
+    methods: Sequence[Method],
+    sources: Sources,
+    target: Target,
+    timed: bool,
+    leave_out: Callable[[Method, WhiFlashError], None] | None = None,
+) -> dict[Method, WhiFlash]:
+    """Build every method over the one target; draft models are loaded once and shared.
+
+    leave_out: told of a method with a neural router that does not exist for it, which is then left out; without it that
+    is an error.
+    """
+    dflash: str | DFlash | None = sources.dflash
+    eagle3: str | Eagle3 | None = sources.eagle3
+    models: dict[Method, WhiFlash] = {}
+    for method in methods:
+        try:
+            model = WhiFlash.from_pretrained(
+                target, dflash=dflash, eagle3=eagle3, drafters=method.drafters, router=method.router,
+                threshold=method.threshold, drafting=method.drafting, lazy=method.lazy, timed=timed,
+            )  # fmt: skip
+        except WhiFlashError as error:
+            if leave_out is None or method.router != "neural":
+                raise
+            leave_out(method, error)
+            continue
+        for drafter in model.drafters:
+            if isinstance(drafter.model, DFlash):
+                dflash = drafter.model
+            elif isinstance(drafter.model, Eagle3):
+                eagle3 = drafter.model
+        models[method] = model
+    return models
+
+
+def mode(model: WhiFlash) -> str:
+    """What this model does, read off the parts that will run rather than off the flags."""
+    target = model.target
+    parts = [f"{d.name} (≤ {d.rows - 1} drafted)" for d in model.drafters] or ["no drafter"]
+    if len(model.drafters) > 1 and model.router is not None:
+        threshold = getattr(model.router, "threshold", None)
+        parts.append(f"{model.router.name} router" + ("" if threshold is None else f" at {threshold:g}"))
+        parts.append("lazy catch-up" if model.lazy else "eager catch-up")
+    return ", ".join([*parts, f"{target.dtype}".removeprefix("torch."), str(target.device)])
