@@ -10,6 +10,7 @@ import typer
 
 from whiflash import options as o
 from whiflash.errors import WhiFlashError
+from whiflash.evaluation import commands as evaluation
 from whiflash.training.commands import app as train_app
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 
 app.add_typer(train_app, name="train")
+
+evaluation.add_to(app)
 
 
 def main() -> None:
