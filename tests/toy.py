@@ -157,9 +157,9 @@ class Toy:
     def __init__(self, directory: Path):
         self.path = write(Path(directory))
         self.target = load(self.path)
-        text = decode(Session(self.target, capacity=512), PROMPT, 150)
+        text = [*PROMPT, *decode(Session(self.target, capacity=512), PROMPT, 150)]
         text += decode(Session(self.target, capacity=512), text, 150, sampler(7))
-        self.dflash, self.eagle3 = dflash(self.target, text), eagle3(self.target, text)
+        self.text, self.dflash, self.eagle3 = text, dflash(self.target, text), eagle3(self.target, text)
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.mlp = RouterMLP(WIDTH, 8)
