@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def measure(request: Request) -> Path:
     plan, sources = methods.plan(request.flags)
     prompts = load_prompts(request.datasets, request.dataset_dir, request.max_samples, request.protocol.seed)
     with ranks(request.device) as (place, device):
-        console = Console(highlight=False, quiet=not place.first)
+        console = Console(highlight=False, quiet=not place.first, width=None if sys.stdout.isatty() else 120)
         log = Console(stderr=True, highlight=False, quiet=not place.first)
         with bar("preparing the embedded target") as progress:
             target = load_target(request.target, dtype=request.dtype, device=device, progress=progress)

@@ -19,6 +19,7 @@ from whiflash.journal import Journal, exclusive, write_atomic
 
 Row = dict[str, Any]
 ROWS, ROUNDS, SUMMARY = "results.jsonl", "rounds.parquet", "summary.json"
+ROWS_A_GROUP = 64
 FIELDS = ("slot", "position", "acceptance_length", "accepted", "drafted", "caught_up", "entropy", "score")
 
 
@@ -138,9 +139,13 @@ def write_rounds(directory: Path, rows: Sequence[Row]) -> Path:
     partial = directory / f".{ROUNDS}.{os.getpid()}.tmp"
     try:
         with parquet.ParquetWriter(partial, schema) as writer:
-            for row in rows:
-                for part in _rounds(row):
-                    writer.write_table(pa.Table.from_pydict(part, schema))
+            for start in range(0, len(rows), ROWS_A_GROUP):
+                parts = [
+                    pa.Table.from_pydict(part, schema)
+                    for row in rows[start : start + ROWS_A_GROUP]
+                    for part in _rounds(row)
+                ]
+                writer.write_table(pa.concat_tables([schema.empty_table(), *parts]))
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -1,88 +1,101 @@
 """A benchmark's summary for a terminal: the table of all categories, and the figures behind it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from whiflash.decoding.session import PHASES
 from whiflash.evaluation.statistics import OVERALL
 
 Figures = Mapping[str, Any]
 
 
 def tables(summary: Figures) -> Iterator[Table]:
-    """The overview if there are several categories, then per category speed, acceptance and where time went."""
+    """The overview if there are several categories, then speed and drafting by category, then where time went."""
     methods = summary["methods"]
     categories = list(dict.fromkeys(c for found in methods.values() for c in found["categories"] if c != OVERALL))
     if len(categories) > 1:
         categories.append(OVERALL)
         yield overview(methods, categories)
-    for category in categories:
-        yield details(methods, category)
-    yield phases(methods, categories[-1] if categories else OVERALL)
+    yield speed(methods, categories)
+    yield drafting(methods, categories)
+    yield phases(methods, categories[-1:])
 
 
-def overview(methods: Figures, categories: list[str]) -> Table:
-    table = Table("method", title="decode throughput relative to AR, and acceptance length (AL, bonus included)")
-    for category in categories:
-        table.add_column(f"{category}\nratio", justify="right")
-        table.add_column("\nAL", justify="right")
+def overview(methods: Figures, categories: Sequence[str]) -> Table:
+    table = _table("decode throughput relative to AR (×), then acceptance length (bonus included)", *categories)
     for name, found in methods.items():
         cells = []
         for category in categories:
-            figures = found["categories"].get(category)
-            cells += [
-                f"{number(figures['decode_ratio']['value'])}×" if figures else "–",
-                number(figures["acceptance_length_with_bonus"]) if figures else "–",
-            ]
+            f = found["categories"].get(category)
+            length = f and number(f["acceptance_length_with_bonus"])
+            cells.append(f"{number(f['decode_ratio']['value'])}× {length:>4}" if f else "–")
         table.add_row(name, *cells)
     return table
 
 
-def details(methods: Figures, category: str) -> Table:
-    prompts = max(
-        (f["categories"][category]["prompts"] for f in methods.values() if category in f["categories"]), default=0
+def speed(methods: Figures, categories: Sequence[str]) -> Table:
+    table = _table(
+        "speed", "prompts", "decode\ntok/s", "ratio to AR\n(95 % interval)", "end to end\ntok/s", "TTFT\nms", "peak\nMB"
     )
-    table = Table("method", title=f"{category}, {prompts} prompts")
-    for heading in (
-        "decode\ntok/s", "ratio to AR\n(95 %)", "end to end\ntok/s", "TTFT\nms", "AL with\nbonus",
-        "accepted\nwithout bonus", "rounds (share of tokens)\nby slot", "switches per\n100 rounds", "peak\nMB",
+    for name, f in _sections(table, methods, categories):
+        memory = f["peak_memory_bytes"]
+        table.add_row(
+            name,
+            str(f["prompts"]),
+            number(f["decode_tokens_per_second"], 1),
+            interval(f["decode_ratio"]),
+            number(f["end_to_end_tokens_per_second"], 1),
+            number(f["ttft_seconds"] and 1000 * f["ttft_seconds"], 0),
+            "–" if memory is None else f"{memory / 1e6:.0f}",
+        )
+    return table
+
+
+def drafting(methods: Figures, categories: Sequence[str]) -> Table:
+    table = _table(
+        "drafting", "AL with\nbonus", "accepted\nw/o bonus", "rounds by slot\n(of all tokens)", "switches\nper 100",
         "outputs\nunlike AR",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for name, found in methods.items():
-        f = found["categories"].get(category)
-        if f:
-            table.add_row(name, *_cells(f))
+    )  # fmt: skip
+    for name, f in _sections(table, methods, categories):
+        slots = sorted(f["slots"].items())
+        table.add_row(
+            name,
+            number(f["acceptance_length_with_bonus"]),
+            number(f["accepted_without_bonus"]),
+            "\n".join(f"{slot} {s['rounds']} ({100 * s['tokens']:3.0f} %)" for slot, s in slots) or "–",
+            number(f["switches_per_100_rounds"], 1),
+            "–" if f["differing"] is None else f"{len(f['differing'])} of {f['prompts']}",
+        )
     return table
 
 
-def _cells(f: Figures) -> list[str]:
-    slots = "\n".join(f"{slot} {s['rounds']} ({100 * s['tokens']:.0f} %)" for slot, s in f["slots"].items())
-    memory = f["peak_memory_bytes"]
-    return [
-        number(f["decode_tokens_per_second"], 1),
-        interval(f["decode_ratio"]),
-        number(f["end_to_end_tokens_per_second"], 1),
-        number(1000 * f["ttft_seconds"], 0),
-        number(f["acceptance_length_with_bonus"]),
-        number(f["accepted_without_bonus"]),
-        slots or "–",
-        number(f["switches_per_100_rounds"], 1),
-        "–" if memory is None else f"{memory / 1e6:.0f}",
-        "–" if f["differing"] is None else f"{len(f['differing'])} of {f['prompts']}",
-    ]
-
-
-def phases(methods: Figures, category: str) -> Table:
-    table = Table("method", title=f"share of round latency by phase, {category}")
-    found = {name: m["categories"][category]["phases"] for name, m in methods.items() if category in m["categories"]}
-    names = list(next(iter(found.values()), {}))
-    for phase in names:
-        table.add_column(phase.replace("_", "-"), justify="right")
-    for name, shares in found.items():
-        table.add_row(name, *(f"{number(100 * shares[p], 1)} %" for p in names))
+def phases(methods: Figures, categories: Sequence[str]) -> Table:
+    names = [p.replace("_", "-") for p in PHASES]
+    table = _table(f"share of round latency, {' '.join(categories)}", *names)
+    for name, f in _sections(table, methods, categories):
+        table.add_row(name, *(f"{number(100 * share, 1)} %" for share in f["phases"].values()))
     return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table("method", title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _sections(table: Table, methods: Figures, categories: Sequence[str]) -> Iterator[tuple[str, Figures]]:
+    """(name, figures) of every method, category after category; a line of its own names the category if several."""
+    for category in categories:
+        if len(categories) > 1:
+            table.add_section()
+            table.add_row(f"[bold]{category}[/]")
+        for name, found in methods.items():
+            if category in found["categories"]:
+                yield name, found["categories"][category]
 
 
 def number(value: float | None, digits: int = 2) -> str:
