@@ -119,7 +119,7 @@ class Measured:
 
 
 def measure(
-    samples: Source | Sequence[Sample],
+    samples: Sequence[Sample] | Source,
     texts: str,
     drafters: Drafters,
     file: str | Path,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -231,10 +232,11 @@ def measure_all(
     ready: Texts, drafters: Drafters, work: Path, recipe: RouterRecipe, report: Report = silent
 ) -> tuple[list[Measured], list[Measured]]:
     """Acceptance of each drafter at every position of the training and of the held-out texts, kept in `work`."""
-    same = fingerprint([ready.source.fingerprint, drafters.identity, recipe.chain, recipe.tree_budget])
+    chosen = Some(ready.source, recipe.texts, recipe.seed)
+    same = fingerprint([chosen.fingerprint, drafters.identity, recipe.chain, recipe.tree_budget])
     results = []
     for name, samples, texts in (
-        ("train", ready.source, ready.source.fingerprint),
+        ("train", chosen, chosen.fingerprint),
         ("held-out", ready.held, held_fingerprint(ready)),
     ):
         began = time.monotonic()
@@ -245,6 +247,23 @@ def measure_all(
         file = work / f"acceptance-{same}-{name}.jsonl"
         results.append(measure(samples, texts, drafters, file, recipe.chain, recipe.tree_budget, told))
     return results[0], results[1]
+
+
+class Some(Sequence[Sample]):
+    """At most `count` samples of a source, drawn by the seed."""
+
+    def __init__(self, source: Source, count: int | None, seed: int):
+        everything = range(len(source))
+        fewer = count is not None and count < len(source)
+        self.source = source
+        self.indices = sorted(random.Random(seed).sample(everything, count)) if fewer and count else list(everything)
+        self.fingerprint = fingerprint([source.fingerprint, self.indices])
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        return self.source[self.indices[index]]
 
 
 def held_fingerprint(ready: Texts) -> str:

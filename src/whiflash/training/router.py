@@ -29,6 +29,7 @@ PAIRS = ("df-e3", "ddt-e3", "df-ddt")
 class RouterRecipe:
     """`chain` is the depth of the EAGLE-3 chain, `tree_budget` the nodes of DDTree besides the root.
 
+    `texts` caps the training texts (None: all), whose measuring costs about as much as answering them did.
     The network has `inner_size` hidden units and trains with Adam until `patience` epochs bring no better validation
     error, at most `epochs`.
     """
@@ -36,6 +37,7 @@ class RouterRecipe:
     pairs: tuple[str, ...] = PAIRS
     chain: int = 5
     tree_budget: int = 16
+    texts: int | None = None
     inner_size: int = 256
     lr: float = 5e-4
     batch: int = 1024
@@ -49,6 +51,8 @@ class RouterRecipe:
             raise WhiFlashError(f"pair {unknown[0] if unknown else ''!r} is not known; expected {', '.join(PAIRS)}")
         if min(self.chain, self.tree_budget, self.inner_size, self.batch, self.epochs, self.patience) < 1:
             raise WhiFlashError("chain, tree_budget, inner_size, batch, epochs and patience must be at least 1")
+        if self.texts is not None and self.texts < 2:
+            raise WhiFlashError(f"texts must be at least 2, got {self.texts}")
 
 
 def train_router(

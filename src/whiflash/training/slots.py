@@ -47,9 +47,12 @@ class SlotCache(KVCache):
     def commit(self) -> None:
         """Bring the tensors that `append` and `mask` use up to date with `lengths`; once a step."""
         self.index = torch.tensor(self.lengths, device=self.rows.device)
-        self._slots = torch.arange(len(self.lengths), device=self.rows.device)
         self._end = -(-(max(self.lengths) + 1) // ROUND) * ROUND
         self.reserve(self._end)
+        # where each slot's and head's new row lies among all rows of a layer
+        _, _, slots, heads, capacity, _ = self.rows.shape
+        first = torch.arange(slots * heads, device=self.rows.device) * capacity
+        self._new = first + self.index.repeat_interleave(heads)
 
     def reserve(self, capacity: int) -> None:
         if capacity <= self.capacity:
@@ -68,8 +71,8 @@ class SlotCache(KVCache):
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.rows[layer]
-        keys[self._slots, :, self.index] = k[:, :, 0]
-        values[self._slots, :, self.index] = v[:, :, 0]
+        for rows, new in ((keys, k), (values, v)):
+            rows.view(-1, rows.shape[-1]).index_copy_(0, self._new, new.reshape(-1, rows.shape[-1]))
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def mask(
