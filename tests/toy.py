@@ -18,8 +18,10 @@ from whiflash.drafters.ddtree import DDTreeDrafter
 from whiflash.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
 from whiflash.drafters.drafter import DraftState, FeatureLog
 from whiflash.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
+from whiflash.nn.fused import pack
+from whiflash.model import WhiFlash
 from whiflash.nn.layers import LayerShape
-from whiflash.nn.linear import Linear, pack
+from whiflash.nn.linear import Linear
 from whiflash.nn.rotary import RopeConfig
 from whiflash.nn.weights import Weights, read_config
 from whiflash.routers.entropy import EntropyRouter
@@ -44,14 +46,17 @@ MODES = ("none", "df", "ddt", "e3", "e3t", *(f"{pair}/{router}" for pair in PAIR
 class Letters:
     """A tokenizer of one letter a token."""
 
-    chat_template = None
-    eos_token_id = None
+    chat_template = eos_token_id = unk_token_id = None
+    all_special_ids: Sequence[int] = ()
 
     def __len__(self) -> int:
         return VOCAB
 
     def __call__(self, text: str) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(c) - ord("a") for c in text])
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[None]:
+        return [None] * len(tokens)
 
     def decode(self, tokens: Sequence[int], **options) -> str:
         return "".join(chr(ord("a") + t) for t in tokens)
@@ -186,11 +191,14 @@ class Toy:
             "neural": NeuralRouter(self.mlp, self.middle),
         }[name]
 
-    def mode(self, name: str, **options) -> Session:
+    def model(self, name: str) -> WhiFlash:
         names, _, router = name.partition("/")
         drafters = [] if names == "none" else [self.drafter(n) for n in names.split("-")]
-        chosen = self.router(router) if router else FixedRouter() if drafters else None
-        return Session(self.target, drafters, chosen, **{"capacity": 64, **options})
+        return WhiFlash(self.target, drafters, self.router(router) if router else None)
+
+    def mode(self, name: str, **options) -> Session:
+        model = self.model(name)
+        return Session(model.target, model.drafters, model.router, **{"capacity": 64, **options})
 
 
 def decode(session: Session, prompt: Sequence[int], count: int, sampler: Sampler | None = None) -> list[int]:

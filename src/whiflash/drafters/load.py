@@ -11,7 +11,7 @@ from whiflash.drafters import layouts
 from whiflash.drafters.dflash import DFlash, DFlashConfig
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
-from whiflash.nn.linear import pack
+from whiflash.nn.fused import pack
 from whiflash.nn.weights import Part, Weights, load_parts, read_config, read_torch, resolve
 from whiflash.target.target import Target
 

@@ -1,6 +1,6 @@
-"""Matrix products for few rows on CPU: our own kernel where a C compiler is at hand, else oneDNN's packed product.
+"""Fast passes of few rows on CPU: our own kernel where a C compiler is at hand, else oneDNN's packed product.
 
-The kernel (matmul.c) is built once per machine into the cache directory. `WHIFLASH_KERNEL=0` leaves it out.
+The kernel (kernel.c) is built once per machine into the cache directory. `WHIFLASH_KERNEL=0` leaves it out.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from whiflash.home import home
 
-SOURCE = Path(__file__).with_name("matmul.c")
+SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 # The row count oneDNN's layout is chosen for: a verify pass rarely has more rows than this.
@@ -81,16 +81,19 @@ def load() -> ctypes.CDLL | None:
     if compiler is None or os.environ.get("WHIFLASH_KERNEL") == "0" or os.name != "posix":
         return None
     key = hashlib.sha256("\0".join([SOURCE.read_text("utf-8"), *FLAGS, compiler, _cpu()]).encode()).hexdigest()[:16]
-    path = home() / "kernels" / f"matmul-{key}.so"
+    path = home() / "kernels" / f"kernel-{key}.so"
     try:
         if not path.exists():
             _build(compiler, path)
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None  # no OpenMP, no write access, an odd compiler: oneDNN's product is the same within rounding
-    pointer, count = ctypes.c_void_p, ctypes.c_long
-    library.matmul.argtypes = [pointer, pointer, pointer, count, count, count, ctypes.c_int]
-    library.matmul.restype = None
+    pointer, count, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    library.matmul.argtypes = [pointer] * 3 + [count] * 3 + [flag]
+    library.scratch_size.argtypes = [pointer, count, count, flag]
+    library.layer_forward.argtypes = [pointer] * 7 + [count] * 3 + [pointer, flag, pointer, flag]
+    library.matmul.restype = library.layer_forward.restype = None
+    library.scratch_size.restype = count
     return library
 
 
@@ -98,7 +101,9 @@ def _build(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / path.name
-        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(built)], check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            [compiler, *FLAGS, str(SOURCE), "-o", str(built), "-lm"], check=True, capture_output=True, timeout=120
+        )
         built.replace(path)
 
 

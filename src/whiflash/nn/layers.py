@@ -1,6 +1,7 @@
 """The parts every model here is made of: norm, attention, gated MLP."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,11 +115,17 @@ class Layer(nn.Module):
         self.attention = Attention(shape)
         self.mlp_norm = RMSNorm(shape.width, shape.norm_eps)
         self.mlp = MLP(shape)
+        self.fused: Any = None  # the whole layer in one call, where pack() found a kernel for it
 
     def forward(
         self, x: Tensor, rope: Rope, cache: KVCache | None, index: int, mask: Tensor | None, causal: bool = False
     ) -> Tensor:
-        """x [B, T, width] through layer `index`, whose K/V go to the cache (if any) behind its committed rows."""
+        """x [B, T, width] through layer `index`, whose K/V go to the cache (if any) behind its committed rows.
+
+        mask is additive; without one, `causal` hides later rows and otherwise all see all.
+        """
+        if self.fused is not None and self.fused.takes(x, rope, cache):
+            return self.fused(x, rope, cache, index, mask, causal)
         q, k, v = self.attention.project(self.attention_norm(x), rope)
         if cache is not None:
             k, v = cache.append(index, k, v)

@@ -28,11 +28,3 @@ class Linear(nn.Linear):
         if self.packed is None:
             return F.linear(input, self.weight, self.bias)
         return self.packed(input, self.bias)
-
-
-def pack(module: nn.Module) -> nn.Module:
-    """Pack every `Linear` below `module` for inference; returns the module."""
-    for child in module.modules():
-        if isinstance(child, Linear):
-            child.pack()
-    return module.requires_grad_(False)

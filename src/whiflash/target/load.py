@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from whiflash.errors import UnsupportedError, WhiFlashError
-from whiflash.nn.linear import pack
+from whiflash.nn.fused import pack
 from whiflash.nn.weights import Weights, read_config, resolve
 from whiflash.target import embedded
 from whiflash.target.config import TargetConfig

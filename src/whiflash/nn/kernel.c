@@ -1,0 +1,248 @@
+/* A decoder layer for a few rows, float32: products that read each weight once, and all between them without leaving C.
+
+   Weights [outputs, inputs] are packed into panels of PANEL outputs, panel[input][output], read straight through while
+   every row uses them from registers. All sums run in an order that does not depend on the number of rows, and a masked
+   key adds exactly nothing, so a row of a chain gets the same bits alone and among others. Built by kernel.py with
+   -O3 -march=native -fopenmp; functions with an `omp for` inside are called by all threads of a team. */
+
+#include <math.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+enum { LANES = 16, VECTORS = 2, MOST_ROWS = 12 };
+#else
+enum { LANES = 8, VECTORS = 2, MOST_ROWS = 6 };
+#endif
+enum { PANEL = LANES * VECTORS, AHEAD = 64 * PANEL };
+
+typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+typedef int integers __attribute__((vector_size(LANES * sizeof(int))));
+
+int omp_get_thread_num(void);
+
+int panel_width(void) { return PANEL; }
+int lanes(void) { return LANES; }
+
+/* `rows` is a constant at every call, so the loops unroll and the sums stay in registers. */
+static inline __attribute__((always_inline)) void tile(const int rows, const float *x, const float *panel, float *y,
+                                                       long inputs, long stride, int width) {
+    vector sum[MOST_ROWS][VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
+    for (long k = 0; k < inputs; k++) {
+        const vector *w = (const vector *)(panel + k * PANEL);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) __builtin_prefetch(panel + k * PANEL + v * LANES + AHEAD);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) sum[r][v] += x[r * inputs + k] * w[v];
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        if (width == PANEL)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) *(vector *)(y + r * stride + v * LANES) = sum[r][v];
+        else
+            for (int i = 0; i < width; i++) y[r * stride + i] = sum[r][i / LANES][i % LANES];
+}
+
+/* All rows against one panel. */
+static void panel_rows(const float *x, const float *panel, float *y, long rows, long inputs, long stride, int width) {
+    long done = 0;
+#define ROWS(n) \
+    for (; done + n <= rows; done += n) tile(n, x + done * inputs, panel, y + done * stride, inputs, stride, width);
+#ifdef __AVX512F__
+    ROWS(12)
+#endif
+    ROWS(6) ROWS(4) ROWS(2) ROWS(1)
+}
+
+/* y = x Wᵀ [+ bias] [+ base], shared out over the team. */
+static void product(const float *x, const float *panels, const float *bias, const float *base, float *y, long rows,
+                    long inputs, long outputs) {
+    const long count = (outputs + PANEL - 1) / PANEL;
+#pragma omp for schedule(static)
+    for (long p = 0; p < count; p++) {
+        const long first = p * PANEL;
+        const int width = outputs - first < PANEL ? (int)(outputs - first) : PANEL;
+        float sums[rows * width];
+        panel_rows(x, panels + first * inputs, sums, rows, inputs, width, width);
+        for (long r = 0; r < rows; r++)
+            for (int i = 0; i < width; i++) {
+                float value = sums[r * width + i];
+                if (bias) value += bias[first + i];
+                if (base) value += base[r * outputs + first + i];
+                y[r * outputs + first + i] = value;
+            }
+    }
+}
+
+void matmul(const float *x, const float *panels, float *y, long rows, long inputs, long outputs, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        const long count = (outputs + PANEL - 1) / PANEL;
+#pragma omp for schedule(static)
+        for (long p = 0; p < count; p++) {
+            const long first = p * PANEL;
+            const int width = outputs - first < PANEL ? (int)(outputs - first) : PANEL;
+            panel_rows(x, panels + first * inputs, y + first, rows, inputs, outputs, width);
+        }
+    }
+}
+
+static inline float total(vector v) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+}
+
+/* eˣ within an ulp or two: 2ⁿ times a polynomial on [-ln2/2, ln2/2]; 0 below -87 (so for -inf), capped above 88. */
+static inline vector exponential(vector x) {
+    const vector low = (vector){0} - 87.0f, high = (vector){0} + 88.0f;
+    const integers keep = x > low;
+    x = (vector)(((integers)x & (x < high)) | ((integers)high & ~(x < high)));
+    x = (vector)(((integers)x & keep) | ((integers)low & ~keep));
+    const vector shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    const vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    vector p = (vector){0} + 1.98412698e-4f;
+    p = p * r + 1.38888889e-3f;
+    p = p * r + 8.33333333e-3f;
+    p = p * r + 4.16666667e-2f;
+    p = p * r + 1.66666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const integers power = ((integers)shifted - 0x4B400000 + 127) << 23;
+    return (vector)((integers)(p * (vector)power) & keep);
+}
+
+static void normalise(const float *x, const float *weight, float *y, long width, float eps) {
+    float sum = 0;
+    long i = 0;
+    vector squares = {0};
+    for (; i + LANES <= width; i += LANES) squares += *(const vector *)(x + i) * *(const vector *)(x + i);
+    sum = total(squares);
+    for (; i < width; i++) sum += x[i] * x[i];
+    const float scale = 1.0f / sqrtf(sum / width + eps);
+    for (i = 0; i < width; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* Rotate one head in place by cos, sin [dim], where sin's first half is negated. */
+static void rotate(float *x, const float *cosine, const float *sine, long dim) {
+    for (long i = 0, j = dim / 2; j < dim; i++, j++) {
+        const float low = x[i], high = x[j];
+        x[i] = low * cosine[i] + high * sine[i];
+        x[j] = high * cosine[j] + low * sine[j];
+    }
+}
+
+/* One query over `keys` rows of k and v: softmax of scale·q·k + mask. scores has room for keys + LANES. */
+static void attend(const float *q, const float *k, const float *v, const float *mask, float *y, float *scores, long keys,
+                   long dim, float scale) {
+    float most = -INFINITY;
+    for (long j = 0; j < keys; j++) {
+        if (mask && mask[j] == -INFINITY) {
+            scores[j] = -INFINITY;
+            continue;
+        }
+        vector sum = {0};
+        for (long i = 0; i < dim; i += LANES) sum += *(const vector *)(q + i) * *(const vector *)(k + j * dim + i);
+        scores[j] = total(sum) * scale + (mask ? mask[j] : 0.0f);
+        if (scores[j] > most) most = scores[j];
+    }
+    for (long j = keys; j < keys + LANES; j++) scores[j] = -INFINITY;
+    vector sums = {0};
+    for (long j = 0; j < keys; j += LANES) {
+        const vector p = exponential(*(vector *)(scores + j) - most);
+        *(vector *)(scores + j) = p;
+        sums += p;
+    }
+    const float inverse = 1.0f / total(sums);
+    memset(y, 0, dim * sizeof(float));
+    for (long i = 0; i < dim; i += LANES) {
+        vector sum = {0};
+        for (long j = 0; j < keys; j++) sum += scores[j] * *(const vector *)(v + j * dim + i);
+        *(vector *)(y + i) = sum * inverse;
+    }
+}
+
+struct layer {
+    const float *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate_up, *gate_up_bias, *down,
+        *down_bias;
+    long width, heads, kv_heads, head_dim, inner;
+    float eps;
+};
+
+/* silu(gate) · up, each panel of gate with its panel of up. */
+static void gated(const struct layer *l, const float *x, float *y, long rows) {
+    const long count = l->inner / PANEL, panel = l->width * PANEL;
+#pragma omp for schedule(static)
+    for (long p = 0; p < count; p++) {
+        float gate[rows * PANEL], up[rows * PANEL];
+        panel_rows(x, l->gate_up + p * panel, gate, rows, l->width, PANEL, PANEL);
+        panel_rows(x, l->gate_up + (count + p) * panel, up, rows, l->width, PANEL, PANEL);
+        for (long r = 0; r < rows; r++)
+            for (long i = 0; i < PANEL; i += LANES) {
+                vector g = *(vector *)(gate + r * PANEL + i), u = *(vector *)(up + r * PANEL + i);
+                if (l->gate_up_bias) {
+                    g += *(const vector *)(l->gate_up_bias + p * PANEL + i);
+                    u += *(const vector *)(l->gate_up_bias + l->inner + p * PANEL + i);
+                }
+                *(vector *)(y + r * l->inner + p * PANEL + i) = g / (1.0f + exponential(-g)) * u;
+            }
+    }
+}
+
+long scratch_size(const struct layer *l, long rows, long keys, int threads) {
+    const long heads = l->heads + 2 * l->kv_heads;
+    return rows * (l->width + (heads + l->heads) * l->head_dim + l->inner) + threads * (keys + LANES);
+}
+
+/* x [rows, width] → y. keys and values [kv_heads, capacity, head_dim] hold `past` rows and get the new ones; cosine and
+   sine [rows, head_dim]; mask [rows, past + rows] is added to the scores; with `causal` row r sees keys up to past + r. */
+void layer_forward(const struct layer *l, const float *x, float *y, const float *cosine, const float *sine, float *keys,
+                   float *values, long capacity, long past, long rows, const float *mask, int causal, float *scratch,
+                   int threads) {
+    const long dim = l->head_dim, heads = l->heads + 2 * l->kv_heads, all = past + rows;
+    float *normed = scratch, *qkv = normed + rows * l->width, *attended = qkv + rows * heads * dim;
+    float *inner = attended + rows * l->heads * dim, *scores = inner + rows * l->inner;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++)
+            normalise(x + r * l->width, l->attention_norm, normed + r * l->width, l->width, l->eps);
+        product(normed, l->qkv, l->qkv_bias, NULL, qkv, rows, l->width, heads * dim);
+#pragma omp for schedule(static) collapse(2)
+        for (long h = 0; h < heads; h++)
+            for (long r = 0; r < rows; r++) {
+                float *head = qkv + (r * heads + h) * dim;
+                const long kv = h - l->heads;
+                if (kv < l->kv_heads) {
+                    const float *norm = kv < 0 ? l->q_norm : l->k_norm;
+                    if (norm) normalise(head, norm, head, dim, l->eps);
+                    rotate(head, cosine + r * dim, sine + r * dim, dim);
+                }
+                if (kv >= 0) {
+                    float *rows_of = kv < l->kv_heads ? keys : values;
+                    memcpy(rows_of + (kv % l->kv_heads * capacity + past + r) * dim, head, dim * sizeof(float));
+                }
+            }
+#pragma omp for schedule(static) collapse(2)
+        for (long h = 0; h < l->heads; h++)
+            for (long r = 0; r < rows; r++) {
+                const long kv = h / (l->heads / l->kv_heads) * capacity * dim;
+                attend(qkv + (r * heads + h) * dim, keys + kv, values + kv, mask ? mask + r * all : NULL,
+                       attended + (r * l->heads + h) * dim, scores + omp_get_thread_num() * (all + LANES),
+                       causal ? past + r + 1 : all, dim, 1.0f / sqrtf((float)dim));
+            }
+        product(attended, l->o, l->o_bias, x, y, rows, l->heads * dim, l->width);
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++)
+            normalise(y + r * l->width, l->mlp_norm, normed + r * l->width, l->width, l->eps);
+        gated(l, normed, inner, rows);
+        product(inner, l->down, l->down_bias, y, y, rows, l->inner, l->width);
+    }
+}
