@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from whiflash.drafters.eagle3 import Eagle3, Eagle3Config
 from whiflash.nn import kernel
 from whiflash.nn.cache import KVCache
-from whiflash.nn.fused import MOST_ROWS, fuse, pack
+from whiflash.nn.fused import MOST_ROWS, pack
 from whiflash.nn.layers import Layer, LayerShape
 from whiflash.nn.rotary import RopeConfig, Rotary
 
@@ -85,6 +86,26 @@ def test_a_row_of_a_chain_has_the_same_bits_alone_and_among_others():
     assert torch.equal(together.rows[0], one_by_one.rows[0])
 
 
+@pytest.mark.parametrize("before_residual", [False, True])
+def test_equals_the_layer_of_an_eagle3_head(before_residual):
+    torch.manual_seed(0)
+    config = Eagle3Config(
+        LayerShape(**{**PLAIN, "width_in": 192}), 1, (1, 2, 3), 96, 50, 50, RopeConfig(), (None,), before_residual
+    )
+    plain, packed = Eagle3(config), Eagle3(config)
+    packed.load_state_dict(plain.state_dict())
+    pack(packed)
+    assert packed.layer.fused is not None
+    x, past, table = torch.randn(1, 5, 96), 20, torch.randn(50, 96)
+    tokens, results = torch.randint(0, 50, (1, 5)), []
+    for head in (plain, packed):
+        cache = cache_for(PLAIN, past)
+        head.target_embed = lambda tokens: table[tokens]
+        with torch.no_grad():
+            results.append((head(x, tokens, torch.arange(past, past + 5), cache), cache.rows))
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+
+
 def test_a_full_cache_is_an_error_and_not_a_crash():
     shape = SHAPES["grouped"]
     _, packed, rotary = make(shape)
@@ -97,7 +118,7 @@ def test_a_full_cache_is_an_error_and_not_a_crash():
 @pytest.mark.parametrize("change", [{"head_dim": 12}, {"intermediate": 100}])
 def test_sizes_that_do_not_fit_the_tiles_are_left_to_pytorch(change):
     layer = pack(Layer(LayerShape(**{**PLAIN, **change})))
-    assert fuse(layer) is None
+    assert layer.fused is None
 
 
 def test_many_rows_and_batches_are_left_to_pytorch():

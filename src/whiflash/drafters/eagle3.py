@@ -5,6 +5,7 @@ Forward pass as in the official code and its SpecForge and speculators descendan
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,16 @@ class Eagle3Layer(nn.Module):
         self.attention = Attention(shape)
         self.mlp_norm = RMSNorm(shape.width, shape.norm_eps)
         self.mlp = MLP(shape)
+        self.fused: Any = None  # see nn.layers.Layer
+
+    def forward(self, x: Tensor, embedded: Tensor, rope: Rope, cache: KVCache, mask: Tensor | None) -> Tensor:
+        """x, embedded [1, T, width] → [1, T, width]; K/V are written to layer 0 of the cache."""
+        joined, residual = self.inputs(x, embedded)
+        if self.fused is not None and self.fused.takes(joined, rope, cache):
+            return self.fused(joined, rope, cache, 0, mask, residual=residual)
+        q, k, v = self.attention.project(joined, rope)
+        k, v = cache.append(0, k, v)
+        return self.finish(residual, self.attention.attend(q, k, v, mask))
 
     def inputs(self, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """x, embedded [B, T, width] → what attention reads [B, T, 2·width] and the residual it adds to."""
@@ -121,10 +132,7 @@ class Eagle3(nn.Module):
         """x [1, T, width], tokens [1, T], positions [T] → outputs y [1, T, width]; K/V are written, not advanced."""
         rope = self.rope(positions, x.dtype)
         masks = {w: cache.mask(x.shape[1], tree, w, positions) for w in set(self.config.windows[: self.config.layers])}
-        joined, residual = self.layer.inputs(x, self.embed(tokens))
-        q, k, v = self.layer.attention.project(joined, rope)
-        k, v = cache.append(0, k, v)
-        y = self.layer.finish(residual, self.layer.attention.attend(q, k, v, masks[self.config.windows[0]]))
+        y = self.layer(x, self.embed(tokens), rope, cache, masks[self.config.windows[0]])
         for index, layer in enumerate(self.extra, 1):
             y = layer(y, rope, cache, index, masks[self.config.windows[index]])
         return y
@@ -186,8 +194,12 @@ class Eagle3Drafter:
             raise WhiFlashError(
                 f"top-k {top_k} is more than the {model.config.draft_vocab_size} tokens this head can draft; lower it"
             )
+        if top_k > model.config.draft_vocab_size:
+            raise WhiFlashError(
+                f"EAGLE-3's top-k is {top_k}, but the head knows {model.config.draft_vocab_size} tokens"
+            )
         candidates = top_k + (depth - 1) * top_k**2 if top_k > 1 else depth
-        total = total_tokens or min(candidates + 1, 60)
+        total = min(candidates + 1, 60) if total_tokens is None else total_tokens
         if not 2 <= total <= candidates + 1:
             raise WhiFlashError(
                 f"total tokens must lie between 2 and {candidates + 1} (depth {depth}, top-k {top_k} give {candidates} "

@@ -172,7 +172,7 @@ static void attend(const float *q, const float *k, const float *v, const float *
 struct layer {
     const float *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate_up, *gate_up_bias, *down,
         *down_bias;
-    long width, heads, kv_heads, head_dim, inner;
+    long width, width_in, heads, kv_heads, head_dim, inner;
     float eps;
 };
 
@@ -201,9 +201,10 @@ long scratch_size(const struct layer *l, long rows, long keys, int threads) {
     return rows * (l->width + (heads + l->heads) * l->head_dim + l->inner) + threads * (keys + LANES);
 }
 
-/* x [rows, width] → y. keys and values [kv_heads, capacity, head_dim] hold `past` rows and get the new ones; cosine and
+/* x [rows, width_in] → y [rows, width]. Attention reads x normed by attention_norm, or as it is without one; its output
+   is added to residual [rows, width]. keys and values [kv_heads, capacity, head_dim] hold `past` rows and get the new ones; cosine and
    sine [rows, head_dim]; mask [rows, past + rows] is added to the scores; with `causal` row r sees keys up to past + r. */
-void layer_forward(const struct layer *l, const float *x, float *y, const float *cosine, const float *sine, float *keys,
+void layer_forward(const struct layer *l, const float *x, const float *residual, float *y, const float *cosine, const float *sine, float *keys,
                    float *values, long capacity, long past, long rows, const float *mask, int causal, float *scratch,
                    int threads) {
     const long dim = l->head_dim, heads = l->heads + 2 * l->kv_heads, all = past + rows;
@@ -211,10 +212,12 @@ void layer_forward(const struct layer *l, const float *x, float *y, const float 
     float *inner = attended + rows * l->heads * dim, *scores = inner + rows * l->inner;
 #pragma omp parallel num_threads(threads)
     {
+        if (l->attention_norm) {
 #pragma omp for schedule(static)
-        for (long r = 0; r < rows; r++)
-            normalise(x + r * l->width, l->attention_norm, normed + r * l->width, l->width, l->eps);
-        product(normed, l->qkv, l->qkv_bias, NULL, qkv, rows, l->width, heads * dim);
+            for (long r = 0; r < rows; r++)
+                normalise(x + r * l->width, l->attention_norm, normed + r * l->width, l->width, l->eps);
+        }
+        product(l->attention_norm ? normed : x, l->qkv, l->qkv_bias, NULL, qkv, rows, l->width_in, heads * dim);
 #pragma omp for schedule(static) collapse(2)
         for (long h = 0; h < heads; h++)
             for (long r = 0; r < rows; r++) {
@@ -238,7 +241,7 @@ void layer_forward(const struct layer *l, const float *x, float *y, const float 
                        attended + (r * l->heads + h) * dim, scores + omp_get_thread_num() * (all + LANES),
                        causal ? past + r + 1 : all, dim, 1.0f / sqrtf((float)dim));
             }
-        product(attended, l->o, l->o_bias, x, y, rows, l->heads * dim, l->width);
+        product(attended, l->o, l->o_bias, residual, y, rows, l->heads * dim, l->width);
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++)
             normalise(y + r * l->width, l->mlp_norm, normed + r * l->width, l->width, l->eps);

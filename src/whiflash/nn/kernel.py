@@ -91,7 +91,7 @@ def load() -> ctypes.CDLL | None:
     pointer, count, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.matmul.argtypes = [pointer] * 3 + [count] * 3 + [flag]
     library.scratch_size.argtypes = [pointer, count, count, flag]
-    library.layer_forward.argtypes = [pointer] * 7 + [count] * 3 + [pointer, flag, pointer, flag]
+    library.layer_forward.argtypes = [pointer] * 8 + [count] * 3 + [pointer, flag, pointer, flag]
     library.matmul.restype = library.layer_forward.restype = None
     library.scratch_size.restype = count
     return library
