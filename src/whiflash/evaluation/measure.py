@@ -3,8 +3,9 @@
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from whiflash.evaluation.methods import BASELINE, Flags
 from whiflash.evaluation.progress import eta_bar
 from whiflash.evaluation.ranks import ranks
 from whiflash.evaluation.results import ROUNDS, ROWS, Results, has_parquet, write_rounds, write_summary
-from whiflash.evaluation.statistics import DEFINITIONS, never_drafted, summarise
+from whiflash.evaluation.statistics import DEFINITIONS, OVERALL, never_drafted, summarise
 from whiflash.progress import bar
 from whiflash.target import embedded
 from whiflash.target.load import load_target
 
 RUNS = Path("runs")
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -55,33 +57,41 @@ def measure(request: Request) -> Path:
     with ranks(request.device) as (place, device):
         console = Console(highlight=False, quiet=not place.first, width=None if sys.stdout.isatty() else 120)
         log = Console(stderr=True, highlight=False, quiet=not place.first)
+        say: Say = partial(log.print, markup=False, soft_wrap=True)
         with bar("preparing the embedded target") as progress:
             target = load_target(request.target, dtype=request.dtype, device=device, progress=progress)
         machine = facts(target.device)
-        models = methods.load(
-            plan, sources, target, request.phase_times,
-            (lambda m, error: log.print(f"{m.name} is left out: {error}", markup=False)) if request.lenient else None,
-        )  # fmt: skip
+        models, missing = methods.load(plan, sources, target, request.phase_times, request.lenient)
+        for name, reason in missing.items():
+            say(f"{name} is left out: {reason}")
         settings = benchmark.settings(
             request.protocol, prompts, list(models), target, vars(sources), machine, place.count
         ) | {"phase_times": request.phase_times}
-        directory = request.output or RUNS / _name(settings)
-        results = Results(directory, settings, place)
-        try:
-            _announce(log, results, directory, len(prompts) * len(models))
-            with eta_bar(quiet=not place.first) as report:
-                benchmark.run(prompts, models, request.protocol, results, place, report)
+        directory, total = request.output or RUNS / _name(settings), len(prompts) * len(models)
+        with Results(directory, settings, place) as results:
+            _announce(say, results, directory, total)
+            try:
+                with eta_bar(quiet=not place.first) as report:
+                    benchmark.run(prompts, models, request.protocol, results, place, report)
+            except KeyboardInterrupt:
+                say(f"stopped; what was measured is in {directory / ROWS}: the same command goes on from there")
+                raise
             rows = results.merge()
-        except KeyboardInterrupt:
-            log.print(f"stopped; what was measured is in {directory / ROWS}: the same command goes on from there")
-            raise
-        finally:
-            results.close()
-        if place.first:
-            summary = _summarise(rows, settings, machine, request.protocol, len(prompts) * len(models), results.found)
-            _write(directory, rows, summary, log)
-            _print(console, summary, directory)
-            _check_drafted(rows)
+            if place.first:
+                summary = {
+                    "settings": settings,
+                    "machine": machine,
+                    "answers": len(rows),
+                    "complete": len(rows) == total,
+                    "resumed_from": results.found or None,
+                    "methods_left_out": missing,
+                    "prompts_left_out": {row["prompt"]: row["left_out"] for row in rows if row["left_out"]},
+                    "definitions": DEFINITIONS,
+                    "methods": _by_method(rows, request.protocol),
+                }
+                _write(directory, rows, summary, say)
+                _print(console, summary, directory)
+                _check_drafted(rows)
     return directory
 
 
@@ -90,67 +100,55 @@ def _name(settings: dict[str, Any]) -> str:
     return "bench-" + hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 
-def _announce(log: Console, results: Results, directory: Path, total: int) -> None:
+def _announce(say: Say, results: Results, directory: Path, total: int) -> None:
     if results.found == total:
-        log.print(
-            f"{directory} holds all {total} answers already; choose another --output to measure again", markup=False
-        )
+        say(f"{directory} holds all {total} answers already; choose another --output to measure again")
     elif results.found:
-        log.print(f"resuming {directory}: {results.found} of {total} answers are there", markup=False)
+        say(f"resuming {directory}: {results.found} of {total} answers are there")
     else:
-        log.print(f"results go to {directory}", markup=False)
+        say(f"results go to {directory}")
 
 
-def _summarise(
-    rows: list[dict[str, Any]],
-    settings: dict[str, Any],
-    machine: dict[str, Any],
-    protocol: Protocol,
-    total: int,
-    found: int,
-) -> dict[str, Any]:
-    by_method = summarise(rows, BASELINE, protocol.greedy)
+def _by_method(rows: list[dict[str, Any]], protocol: Protocol) -> dict[str, dict[str, Any]]:
     modes = {row["method"]: row["mode"] for row in rows}
-    return {
-        "settings": settings,
-        "machine": machine,
-        "answers": len(rows),
-        "complete": len(rows) == total,
-        "resumed_from": found or None,
-        "left_out": {row["prompt"]: row["left_out"] for row in rows if row["left_out"]},
-        "definitions": DEFINITIONS,
-        "methods": {name: {"mode": modes[name], "categories": figures} for name, figures in by_method.items()},
-    }
+    figures = summarise(rows, BASELINE, protocol.greedy)
+    return {name: {"mode": modes[name], "categories": categories} for name, categories in figures.items()}
 
 
-def _write(directory: Path, rows: list[dict[str, Any]], summary: dict[str, Any], log: Console) -> None:
+def _write(directory: Path, rows: list[dict[str, Any]], summary: dict[str, Any], say: Say) -> None:
     write_summary(directory, summary)
     if has_parquet():
         write_rounds(directory, rows)
     else:
-        log.print(f"{ROUNDS} is left out, since pyarrow is not installed: pip install 'whiflash[bench]'", markup=False)
+        say(f"{ROUNDS} is left out, since pyarrow is not installed: pip install 'whiflash[bench]'")
 
 
 def _print(console: Console, summary: dict[str, Any], directory: Path) -> None:
+    told = partial(console.print, markup=False, soft_wrap=True)
     for table in tables.tables(summary):
         console.print(table)
     for name, found in summary["methods"].items():
-        used = {slot: s["rounds"] for f in found["categories"].values() for slot, s in f["slots"].items()}
-        unused = "" if used or name == BASELINE else "; no drafter was ever used"
-        console.print(f"{name} ran as: {found['mode']}{unused}", markup=False)
+        told(f"{name} ran as: {found['mode']}{_unused(summary['settings']['methods'][name]['drafters'], found)}")
     differing = {
-        name: sum(len(f["differing"]) for c, f in found["categories"].items() if c != "overall" and f["differing"])
+        name: sum(len(f["differing"]) for c, f in found["categories"].items() if c != OVERALL and f["differing"])
         for name, found in summary["methods"].items()
         if name != BASELINE
     }
     if summary["settings"]["temperature"] == 0:
-        told = ", ".join(f"{name} {count}" for name, count in differing.items() if count) or "none"
-        console.print(f"prompts whose greedy output is not AR's: {told}", markup=False)
-    for prompt, reason in summary["left_out"].items():
-        console.print(f"{prompt}: {reason}", markup=False)
-    console.print(tables.machine_line(summary["machine"]) + f", {summary['settings']['dtype']}", markup=False)
+        counts = ", ".join(f"{name} {count}" for name, count in differing.items() if count) or "none"
+        told(f"prompts whose greedy output is not AR's: {counts}")
+    for prompt, reason in summary["prompts_left_out"].items():
+        told(f"{prompt}: {reason}")
+    told(f"{tables.machine_line(summary['machine'])}, {summary['settings']['dtype']}")
     again = f" (resumed after {summary['resumed_from']} answers)" if summary["resumed_from"] else ""
-    console.print(f"results in {directory}{again}", markup=False)
+    told(f"results in {directory}{again}")
+
+
+def _unused(drafters: str, found: dict[str, Any]) -> str:
+    """A pair of which one was never picked is told: its figures are those of the other one."""
+    used = {slot for f in found["categories"].values() for slot in f["slots"]}
+    idle = [name for name in drafters.split("-") if name not in used] if drafters != "none" else []
+    return f"; {' and '.join(idle)} was never picked" if idle else ""
 
 
 def _check_drafted(rows: list[dict[str, Any]]) -> None:

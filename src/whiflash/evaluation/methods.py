@@ -1,6 +1,6 @@
 """What is compared: from the benchmark's flags to named ways of decoding over one target and shared drafters."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -170,20 +170,16 @@ def _methods(flags: Flags) -> Iterator[Method]:
 
 
 def load(
-    methods: Sequence[Method],
-    sources: Sources,
-    target: Target,
-    timed: bool,
-    leave_out: Callable[[Method, WhiFlashError], None] | None = None,
-) -> dict[Method, WhiFlash]:
+    methods: Sequence[Method], sources: Sources, target: Target, timed: bool, lenient: bool = False
+) -> tuple[dict[Method, WhiFlash], dict[str, str]]:
     """Build every method over the one target; draft models are loaded once and shared.
 
-    leave_out: told of a method with a neural router that does not exist for it, which is then left out; without it that
-    is an error.
+    Returns the models, and why methods were left out: lenient leaves out those whose neural router does not exist.
     """
     dflash: str | DFlash | None = sources.dflash
     eagle3: str | Eagle3 | None = sources.eagle3
     models: dict[Method, WhiFlash] = {}
+    missing: dict[str, str] = {}
     for method in methods:
         try:
             model = WhiFlash.from_pretrained(
@@ -191,9 +187,9 @@ def load(
                 threshold=method.threshold, drafting=method.drafting, lazy=method.lazy, timed=timed,
             )  # fmt: skip
         except WhiFlashError as error:
-            if leave_out is None or method.router != "neural":
+            if not (lenient and method.router == "neural"):
                 raise
-            leave_out(method, error)
+            missing[method.name] = str(error)
             continue
         for drafter in model.drafters:
             if isinstance(drafter.model, DFlash):
@@ -201,7 +197,7 @@ def load(
             elif isinstance(drafter.model, Eagle3):
                 eagle3 = drafter.model
         models[method] = model
-    return models
+    return models, missing
 
 
 def mode(model: WhiFlash) -> str:

@@ -58,7 +58,10 @@ class Results:
         self.found = len(self._known)
         ranks.wait()  # nobody writes before everybody has read
 
-    def close(self) -> None:
+    def __enter__(self) -> "Results":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def get(self, prompt: str, method: str) -> Row | None:
