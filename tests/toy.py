@@ -18,8 +18,8 @@ from whiflash.drafters.ddtree import DDTreeDrafter
 from whiflash.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
 from whiflash.drafters.drafter import DraftState, FeatureLog
 from whiflash.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
-from whiflash.nn.fused import pack
 from whiflash.model import WhiFlash
+from whiflash.nn.fused import pack
 from whiflash.nn.layers import LayerShape
 from whiflash.nn.linear import Linear
 from whiflash.nn.rotary import RopeConfig

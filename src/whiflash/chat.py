@@ -6,7 +6,7 @@ from rich.console import Console
 
 from whiflash.errors import WhiFlashError
 from whiflash.model import WhiFlash
-from whiflash.terminal import Painter, print_painted, summary
+from whiflash.terminal import show, summary
 
 
 def converse(model: WhiFlash, system: str | None = None, color: bool = False, **options: Any) -> None:
@@ -28,32 +28,17 @@ def converse(model: WhiFlash, system: str | None = None, color: bool = False, **
             continue
         messages.append({"role": "user", "content": text})
         try:
-            answer = _answer(model, session, messages, console, color, options)
+            stream = model.stream(messages, session=session, **options)
         except WhiFlashError as error:
             # most likely the context is full; the conversation so far stays usable after /reset
             messages.pop()
-            console.print(f"error: {error}", style="red")
+            console.print(f"error: {error}", style="red", markup=False)
             continue
-        messages.append({"role": "assistant", "content": answer})
+        show(stream, model.target, console, color)
+        out = stream.output()
+        console.print(summary(out.stats), style="dim")
+        messages.append({"role": "assistant", "content": out.text})
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
-
-
-def _answer(model: WhiFlash, session: Any, messages: list, console: Console, color: bool, options: dict) -> str:
-    stream = model.stream(messages, session=session, **options)
-    painter = Painter(model.target.decode)
-    try:
-        for piece in stream:
-            if color:
-                print_painted(console, painter.spans(piece))
-            else:
-                console.out(piece.text, end="")
-            console.file.flush()
-    except KeyboardInterrupt:
-        console.out(stream.interrupt().text, end="")
-    out = stream.output()
-    console.print()
-    console.print(summary(out.stats), style="dim")
-    return out.text

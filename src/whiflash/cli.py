@@ -1,7 +1,10 @@
 """`whiflash`: one command each; heavy imports wait for theirs."""
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +17,7 @@ from whiflash.evaluation import commands as evaluation
 from whiflash.training.commands import app as train_app
 
 if TYPE_CHECKING:
-    from whiflash.model import WhiFlash
+    from whiflash.model import Output, WhiFlash
 
 app = typer.Typer(
     help="Speculative decoding with several drafters and a router that picks one every round; exact output.",
@@ -41,25 +44,13 @@ def main() -> None:
 
 
 def _load(**given: Any) -> "WhiFlash":
-    from whiflash.drafters.load import load_dflash, load_eagle3
     from whiflash.model import Drafting, WhiFlash
     from whiflash.progress import bar
-    from whiflash.target.load import load_target
 
-    with bar("preparing the embedded target") as progress:
-        target = load_target(
-            given.pop("target"), dtype=given.pop("dtype"), device=given.pop("device"), progress=progress
-        )
-    tap_ids = given.pop("tap_ids")
-    if tap_ids is not None:
-        if tap_ids not in ("output", "boundary"):
-            raise WhiFlashError(f"--tap-ids must be output or boundary, got {tap_ids!r}")
-        for name, load in (("dflash", load_dflash), ("eagle3", load_eagle3)):
-            if given[name] is not None:
-                given[name] = load(given[name], target, tap_ids=tap_ids)
     shape = {name: given.pop(name) for name in ("tree_budget", "block_size")}
     eagle = {f"eagle3_{name}": given.pop(f"eagle_{name}") for name in ("depth", "top_k", "total_tokens")}
-    return WhiFlash.from_pretrained(target, drafting=Drafting(**shape, **eagle), **given)
+    with bar("preparing the embedded target") as progress:
+        return WhiFlash.from_pretrained(drafting=Drafting(**shape, **eagle), progress=progress, **given)
 
 
 @app.command()
@@ -102,8 +93,9 @@ def generate(
     from rich.console import Console
 
     from whiflash.decoding.trace import trace_line
-    from whiflash.terminal import Painter, legend, print_painted, summary
+    from whiflash.terminal import legend, show, summary
 
+    _check_sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed)
     if trace is not None:
         _check_writable(trace)
     model = _load(
@@ -113,41 +105,22 @@ def generate(
         lazy=lazy_catchup, kv_only=kv_only,
     )  # fmt: skip
     stream = model.stream(
-        sys.stdin.read() if prompt == "-" else prompt,
+        _read_stdin() if prompt == "-" else prompt,
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         stop=stop or (), stop_token_ids=stop_token_id or (), ignore_eos=ignore_eos, system=system,
         **_template(enable_thinking),
     )  # fmt: skip
-    console = Console(force_terminal=True if color else None, highlight=False)
-    painter = Painter(model.target.decode, stop or ()) if color else None
-    interrupted = False
-    try:
-        for piece in stream:
-            if as_json:
-                continue
-            if painter is not None:
-                print_painted(console, painter.spans(piece))
-            else:
-                typer.echo(piece.text, nl=False)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        interrupted = True
-        rest = stream.interrupt()
-        if not as_json and painter is None:
-            typer.echo(rest.text, nl=False)
+    console = None if as_json else Console(force_terminal=True if color else None, highlight=False)
+    whole = show(stream, model.target, console, color, stop or ())
     out = stream.output()
-    if as_json:
-        typer.echo(json.dumps(_as_json(out), allow_nan=False))
-    else:
-        if painter is not None:
-            print_painted(console, iter([painter.rest()]))
-        typer.echo()
-        if painter is not None:
-            console.print(legend([d.name for d in model.drafters]))
+    if console is None:
+        typer.echo(json.dumps(_as_json(out, model), allow_nan=False))
+    elif color:
+        console.print(legend([d.name for d in model.drafters]))
     if trace is not None:
-        _replace(trace, "".join(trace_line(i, r) + "\n" for i, r in enumerate(out.rounds)))
+        _write(trace, "".join(trace_line(i, r) + "\n" for i, r in enumerate(out.rounds)))
     typer.echo(summary(out.stats), err=True)
-    if interrupted:
+    if not whole:
         raise typer.Exit(130)
 
 
@@ -182,6 +155,7 @@ def chat(
     """Talk in turns that share caches. Ctrl-C stops an answer, /reset starts anew, Ctrl-D or /exit leaves."""
     from whiflash.chat import converse
 
+    _check_sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed)
     model = _load(
         target=target, dtype=dtype, device=device, drafters=drafters, dflash=dflash, eagle3=eagle3, router=router,
         threshold=threshold, slot=slot, router_flip=router_flip, tree_budget=tree_budget, block_size=block_size,
@@ -229,26 +203,66 @@ def _template(enable_thinking: bool | None) -> dict[str, Any]:
     return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
 
+def _check_sampling(max_new_tokens: int, *sampling: Any) -> None:
+    """Fail before anything is loaded, not after."""
+    from whiflash.decoding.sampling import Sampling
+    from whiflash.decoding.stopping import Stopping
+
+    Sampling(*sampling)
+    Stopping(max_new_tokens)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise WhiFlashError(f"standard input is not {sys.stdin.encoding} text ({error.reason})") from error
+
+
 def _check_writable(path: Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise WhiFlashError(f"cannot write the trace to {path}: it must be a file in a directory that exists")
+    with _writing(path):
+        if _is_plain(path):
+            partial = _partial(path)
+            partial.touch()
+            partial.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all; a pipe or device (/dev/stdout) is written to, not replaced."""
+    with _writing(path):
+        if _is_plain(path):
+            partial = _partial(path)
+            partial.write_text(text, "utf-8")
+            partial.replace(path)
+        else:
+            path.write_text(text, "utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        _replace(path.with_name(path.name + ".check"), "").unlink()
+        yield
     except OSError as error:
         raise WhiFlashError(f"cannot write the trace to {path}: {error.strerror}; choose another place") from error
 
 
-def _replace(path: Path, text: str) -> Path:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, "utf-8")
-    return partial.replace(path)
+def _is_plain(path: Path) -> bool:
+    return path.is_file() or not path.exists()
 
 
-def _as_json(out: Any) -> dict[str, Any]:
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _as_json(out: "Output", model: "WhiFlash") -> dict[str, Any]:
     from whiflash.decoding.trace import trace_line
+    from whiflash.evaluation.methods import mode
 
     stats = {**asdict(out.stats), "tokens_per_second": out.stats.tokens_per_second}
     return {
+        "mode": mode(model),
         "text": out.text,
         "tokens": out.tokens,
         "finish_reason": out.finish_reason,

@@ -40,12 +40,12 @@ def run(max_new_tokens: int, threshold: float | None) -> bool:
         console.print(f"{category}: {prompt}", style="bold")
         for name, model in methods.items():
             stream = model.stream(prompt, max_new_tokens=max_new_tokens)
-            painter = Painter(target.decode)
+            painter = Painter(target)
             for piece in stream:
                 if name == "WhiFlash":
                     print_painted(console, painter.spans(piece))
             outputs[name].append(stream.output())
-        print_painted(console, iter([painter.rest()]))
+        print_painted(console, [painter.rest()])
         console.print("\n")
     console.print(legend(["df", "e3"]))
     console.print(_table(outputs))

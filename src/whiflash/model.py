@@ -14,12 +14,13 @@ from whiflash.drafters.ddtree import DDTreeDrafter
 from whiflash.drafters.dflash import DFlash, DFlashDrafter
 from whiflash.drafters.drafter import Drafter
 from whiflash.drafters.eagle3 import Eagle3, Eagle3Drafter
+from whiflash.drafters.layouts import TapIds
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.routers.entropy import EntropyRouter
 from whiflash.routers.fixed import FixedRouter
 from whiflash.routers.neural import NeuralRouter, Setting
-from whiflash.routers.router import Router
+from whiflash.routers.router import Router, check_threshold
 from whiflash.target import embedded
 from whiflash.target.load import load_target
 from whiflash.target.target import Prompt, Target
@@ -39,6 +40,17 @@ class Drafting:
     eagle3_depth: int = 5
     eagle3_top_k: int = 1
     eagle3_total_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("tree budget", self.tree_budget, 1),
+            ("block size", self.block_size, 2),
+            ("EAGLE-3 depth", self.eagle3_depth, 1),
+            ("EAGLE-3 top-k", self.eagle3_top_k, 1),
+            ("EAGLE-3 total of tokens", self.eagle3_total_tokens, 2),
+        ):
+            if value is not None and value < least:
+                raise WhiFlashError(f"the {name} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,7 @@ class WhiFlash:
         drafting: Drafting | None = None,
         slot: int = 0,
         router_flip: bool = False,
+        tap_ids: TapIds | None = None,
         dtype: str | None = None,
         device: str | None = None,
         lazy: bool = True,
@@ -106,19 +119,25 @@ class WhiFlash:
         drafters: "none", one of df, ddt, e3, or a pair df-e3, ddt-e3, df-ddt (slot 0, slot 1). router, for a pair:
         "fixed" (always `slot`), "entropy" (the default), "neural" (the shipped one), or a neural router's hub id,
         directory or file. threshold: entropy in nats, or ΔAL. router_flip: a
-        bare router file whose positive output means slot 0. progress: called while the embedded target is prepared.
+        bare router file whose positive output means slot 0. tap_ids: how a checkpoint's tap ids are meant, where its
+        layout leaves that open. progress: called while the embedded target is prepared.
         """
         names = _parse_drafters(drafters)
+        _check_router(router, names, threshold, slot, router_flip)
+        if tap_ids not in (None, "output", "boundary"):
+            raise WhiFlashError(f"tap ids are output (after the layer) or boundary (before it), got {tap_ids!r}")
         drafting = drafting or Drafting()
         if not isinstance(target, Target):
             target = load_target(target, dtype=dtype, device=device, progress=progress)
+        elif dtype is not None or device is not None:
+            raise WhiFlashError("this target is loaded already; give dtype and device where it is loaded")
         dflash_model = eagle3_model = None
         if {"df", "ddt"} & set(names):
             source = dflash if dflash is not None else _shipped("dflash", "dflash", target)
-            dflash_model = source if isinstance(source, DFlash) else load_dflash(source, target)
+            dflash_model = source if isinstance(source, DFlash) else load_dflash(source, target, tap_ids=tap_ids)
         if "e3" in names:
             source3 = eagle3 if eagle3 is not None else _shipped("eagle3", "eagle3", target)
-            eagle3_model = source3 if isinstance(source3, Eagle3) else load_eagle3(source3, target)
+            eagle3_model = source3 if isinstance(source3, Eagle3) else load_eagle3(source3, target, tap_ids=tap_ids)
         built = [_drafter(name, dflash_model, eagle3_model, drafting) for name in names]
         chosen = _router(router, names, threshold, slot, router_flip, target, drafting)
         return cls(target, built, chosen, lazy=lazy, kv_only=kv_only, timed=timed)
@@ -170,6 +189,8 @@ class WhiFlash:
             frozenset(stop_token_ids) | (frozenset() if ignore_eos else self.target.stop_ids),
             (stop,) if isinstance(stop, str) else tuple(stop),
         )
+        if not all(0 <= i < self.target.vocab_size for i in stop_token_ids):
+            raise WhiFlashError(f"stop token ids must lie in 0..{self.target.vocab_size - 1}, got {[*stop_token_ids]}")
         tokens = self.target.encode(prompt, system, **template)
         if len(tokens) + max_new_tokens > self.target.max_positions:
             raise WhiFlashError(
@@ -188,9 +209,10 @@ class Stream:
     def __init__(self, session: Session, tokens: list[int], sampling: Sampling, stopping: Stopping):
         self._session, self._prompt = session, tokens
         self._sampler = None if sampling.greedy else Sampler(sampling, session.target.device)
-        self._answer = Answer(session.target.decode, stopping)
+        self._answer = Answer(session.target.decode, stopping, session.target.byte_ids)
         self._rounds: list[Round] = []
         self._prefill = self._decode = 0.0
+        self._shown = 0  # tokens given out in pieces
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[Piece]:
@@ -204,18 +226,23 @@ class Stream:
         first = self._session.prefill(self._prompt, self._sampler)
         self._answer.take([first])
         self._prefill = time.perf_counter() - started
-        yield Piece(self._answer.piece(), [first])
+        yield self._piece()
         while self._answer.finish_reason is None:
             started = time.perf_counter()
             r = self._session.round(self._answer.take)
             self._decode += time.perf_counter() - started
             self._rounds.append(r)
-            yield Piece(self._answer.piece(), r.tokens, r)
+            yield self._piece(r)
+
+    def _piece(self, of: Round | None = None) -> Piece:
+        tokens, self._shown = self._answer.tokens[self._shown :], len(self._answer.tokens)
+        return Piece(self._answer.piece(), tokens, of)
 
     def interrupt(self) -> Piece:
-        """End the answer now; returns the text that was held back."""
+        """End the answer now; returns what was held back."""
         self._pieces.close()  # type: ignore[attr-defined]
-        return Piece(self._answer.close("interrupted"), [])
+        self._answer.close("interrupted")
+        return self._piece()
 
     def output(self) -> Output:
         answer = self._answer
@@ -258,6 +285,27 @@ def _drafter(name: str, dflash: DFlash | None, eagle3: Eagle3 | None, drafting: 
     return DFlashDrafter(dflash, drafting.block_size)
 
 
+def _check_router(
+    router: str | Path | Router | None, names: tuple[str, ...], threshold: float | None, slot: int, flip: bool
+) -> None:
+    """Refuse, before anything is loaded, what would otherwise be ignored."""
+    given = {"router": router is not None, "threshold": threshold is not None, "slot": slot != 0, "router flip": flip}
+    if len(names) < 2 and any(given.values()):
+        raise WhiFlashError(
+            f"a {next(name for name, on in given.items() if on)} is for a router between two drafters, but drafters is "
+            f"{'-'.join(names) or 'none'!r}"
+        )
+    kind = "entropy" if router is None else router if router in ("entropy", "fixed") else "neural"
+    if slot and kind != "fixed":
+        raise WhiFlashError(f"only the fixed router takes slot {slot}; leave the slot out, or use router fixed")
+    if flip and kind != "neural":
+        raise WhiFlashError(f"only a neural router's output can be flipped, not the {kind} router's")
+    if threshold is not None and (kind == "fixed" or not isinstance(router, str | Path | None)):
+        raise WhiFlashError("this router takes no threshold; leave it out, or use entropy or neural")
+    if threshold is not None:
+        check_threshold(threshold, least=0.0 if kind == "entropy" else None)
+
+
 def _router(
     router: str | Path | Router | None,
     names: tuple[str, ...],
@@ -268,16 +316,12 @@ def _router(
     drafting: Drafting,
 ) -> Router | None:
     if len(names) < 2:
-        if router is not None or threshold is not None:
-            raise WhiFlashError(f"a router chooses between two drafters, but drafters is {'-'.join(names) or 'none'!r}")
         return None
     if router is not None and not isinstance(router, str | Path):
         return router
     if router in (None, "entropy"):
         return EntropyRouter() if threshold is None else EntropyRouter(threshold)
     if router == "fixed":
-        if threshold is not None:
-            raise WhiFlashError("the fixed router has no threshold; leave it out, or use entropy or neural")
         return FixedRouter(slot, len(names))
     pair = "-".join(names)
     source = _shipped(f"router-{pair}", "router", target) if router == "neural" else router

@@ -1,13 +1,15 @@
 """How answers look in a terminal: streamed, painted by slot, and summed up in one line."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from whiflash.decoding.stopping import Answer, Stopping
 from whiflash.decoding.trace import Stats
-from whiflash.model import Piece
+from whiflash.model import Piece, Stream
+from whiflash.target.target import Target
 
 TARGET = "target"
 STYLES = {"df": "cyan", "ddt": "bright_blue", "e3": "magenta", TARGET: "yellow"}
@@ -16,8 +18,8 @@ STYLES = {"df": "cyan", "ddt": "bright_blue", "e3": "magenta", TARGET: "yellow"}
 class Painter:
     """Splits pieces into the texts of single tokens, each with who drafted it (or `target` for the target's own)."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
-        self._answer = Answer(decode, Stopping(2**62, stop=tuple(stop)))
+    def __init__(self, target: Target, stop: Sequence[str] = ()):
+        self._answer = Answer(target.decode, Stopping(2**62, stop=tuple(stop)), target.byte_ids)
 
     def spans(self, piece: Piece) -> Iterator[tuple[str, str]]:
         drafted = piece.round.accepted if piece.round else 0
@@ -31,11 +33,42 @@ class Painter:
         return self._answer.close("end"), TARGET
 
 
-def print_painted(console: Console, spans: Iterator[tuple[str, str]]) -> None:
-    line = Text()
-    for text, origin in spans:
-        line.append(text, STYLES[origin])
-    console.print(line, end="", soft_wrap=True, highlight=False)
+def print_painted(console: Console, spans: Iterable[tuple[str, str]]) -> None:
+    """Print spans as they are: rich's own text would expand tabs and drop carriage returns."""
+    segments = Segments(Segment(text, console.get_style(STYLES[origin])) for text, origin in spans)
+    console.print(segments, end="", crop=False)
+
+
+def show(
+    stream: Stream, target: Target, console: Console | None, color: bool = False, stop: Sequence[str] = ()
+) -> bool:
+    """Run an answer to its end, printing it as it comes (without a console: nothing), and a newline.
+
+    False if Ctrl-C cut it short; what had come until then is printed all the same.
+    """
+    painter = Painter(target, stop) if color else None
+
+    def put(piece: Piece) -> None:
+        if console is None:
+            return
+        if painter is None:
+            console.file.write(piece.text)
+        else:
+            print_painted(console, painter.spans(piece))
+        console.file.flush()
+
+    whole = True
+    try:
+        for piece in stream:
+            put(piece)
+    except KeyboardInterrupt:
+        whole = False
+        put(stream.interrupt())
+    if console is not None:
+        if painter is not None:
+            print_painted(console, [painter.rest()])
+        console.file.write("\n")
+    return whole
 
 
 def legend(slots: Sequence[str]) -> Text:

@@ -27,13 +27,19 @@ class Stopping:
 
 
 class Answer:
-    """Tokens in, text pieces out; says when to stop. Pieces concatenate to `text`, whatever bytes a token carries."""
+    """Tokens in, text pieces out; says when to stop. Pieces concatenate to `text`, whatever bytes a token carries.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stopping: Stopping):
+    byte_ids: tokens of one byte each that `decode` joins by whole runs (byte fallback). One bad byte spoils the
+    characters before it, so a run's text is sure only when the run has ended.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stopping: Stopping, byte_ids: frozenset[int] = frozenset()
+    ):
         self.tokens: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
-        self._decode, self._stopping = decode, stopping
+        self._decode, self._stopping, self._byte_ids = decode, stopping, byte_ids
         self._window = 0  # first token whose text may still depend on what follows
         self._settled = ""  # decoded text before the window
         self._emitted = 0
@@ -69,16 +75,19 @@ class Answer:
         """Decoded text of all tokens, decoding only a window of recent ones again."""
         tail = self.tokens[self._window :]
         text = self._decode(tail)
-        if len(tail) > 16 and not text.endswith(REPLACEMENT):
-            # the window restarts four tokens back: tokenizers that glue or space words need neighbours to agree
-            keep = 4
-            head = self._decode(self.tokens[self._window : len(self.tokens) - keep])
+        # the window restarts four tokens back: tokenizers that glue or space words need neighbours to agree
+        start = len(self.tokens) - 4
+        if (
+            len(tail) > 16
+            and not text.endswith(REPLACEMENT)
+            and not self._byte_ids.issuperset(self.tokens[start - 1 :][:2])
+        ):
+            head = self._decode(self.tokens[self._window : start])
             if text.startswith(head) and not head.endswith(REPLACEMENT):
-                rest = self._decode(self.tokens[len(self.tokens) - keep :])
+                rest = self._decode(self.tokens[start:])
                 if head + rest == text:
                     self._settled += head
-                    self._window = len(self.tokens) - keep
-                    text = rest
+                    self._window, text = start, rest
         return self._settled + text
 
     def _hits_stop_string(self) -> bool:
@@ -94,8 +103,14 @@ class Answer:
         return text if cut is None else text[:cut]
 
     def _held_back(self, text: str) -> int:
-        """Characters at the end that may yet change: an unfinished character, or the beginning of a stop string."""
+        """Characters at the end that may yet change: an unfinished one, a run of bytes, a stop string's beginning."""
         held = len(text) - len(text.rstrip(REPLACEMENT))
+        run = 0
+        while run < len(self.tokens) and self.tokens[-1 - run] in self._byte_ids:
+            run += 1
+        if run:
+            before = self._settled + self._decode(self.tokens[self._window : len(self.tokens) - run])
+            held = max(held, len(text) - len(before))
         for stop in self._stopping.stop:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):
                 if text.endswith(stop[:length]):

@@ -142,9 +142,9 @@ class DFlashDrafter:
 
     def __init__(self, model: DFlash, block_size: int | None = None):
         self.model = model
-        self.block_size = block_size or model.config.block_size
+        self.block_size = model.config.block_size if block_size is None else block_size
         if self.block_size < 2:
-            raise WhiFlashError(f"the block size must be at least 2 (the anchor and one guess), got {block_size}")
+            raise WhiFlashError(f"the block size must be at least 2 (the anchor and one guess), got {self.block_size}")
         self.rows = self.block_size
 
     def catch_up(self, state: DraftState, log: FeatureLog, kv_only: bool = True) -> int:

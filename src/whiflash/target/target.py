@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,27 +64,56 @@ class Target:
         self.dtype, self.device = dtype, device
         self.stop_ids = stop_ids(path, tokenizer)
 
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """The tokens <0x00> … <0xFF> of a tokenizer with byte fallback, and the special ones, which do not part them.
+
+        Empty where bytes are spelt otherwise.
+        """
+        ids = self.tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        found = {i for i in ids if i is not None and i != self.tokenizer.unk_token_id}
+        return frozenset(found | set(self.tokenizer.all_special_ids) if found else ())
+
     def encode(self, prompt: Prompt, system: str | None = None, **template: Any) -> list[int]:
         """Token ids of a prompt: a user's text, a list of messages, or token ids as they are.
 
         Text becomes one user turn of the chat template (plain text where the model has none); `system` is put in front.
         `template` goes to the chat template as it is (`enable_thinking=False`, …).
         """
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
-            return self._checked([int(t) for t in prompt])  # type: ignore[arg-type]
-        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not given or (isinstance(given, str) and not given.strip()):
             raise WhiFlashError("the prompt is empty; give at least one word, message or token id")
-        messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if not isinstance(given, str) and all(hasattr(t, "__index__") for t in given):
+            if system is not None:
+                raise WhiFlashError(
+                    "a system text cannot go in front of token ids; give messages, or put it in the ids"
+                )
+            return self._checked([operator.index(t) for t in given])
+        messages: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
+            raise WhiFlashError(
+                "a prompt is one text, token ids, or messages such as {'role': 'user', 'content': '…'}, not this list"
+            )
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
         if self.tokenizer.chat_template is None:
-            if not isinstance(prompt, str) or system is not None:
+            if not isinstance(given, str) or system is not None:
                 raise WhiFlashError(
                     f"{self.name} has no chat template; give the prompt as one string, without a system text"
                 )
-            return self._checked(self.tokenizer(prompt).input_ids)
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
-        return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids)
+            return self._checked(self._tokenize(given))
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        except Exception as error:  # templates raise what they like: on roles they do not know, on content they miss
+            raise WhiFlashError(f"the chat template of {self.name} refuses these messages: {error}") from error
+        return self._checked(self._tokenize(text, add_special_tokens=False))
+
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise WhiFlashError("the prompt is not valid Unicode text (it holds a lone surrogate)") from error
+        return self.tokenizer(text, **options).input_ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
