@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import tiny
 import tiny_training as setup
+from fake_cuda import CUDA, fake_cuda, on_cuda
 from whiflash import journal
 from whiflash.errors import WhiFlashError
+from whiflash.target.config import TargetConfig
+from whiflash.target.decoder import Decoder
 from whiflash.target.load import load_target
 from whiflash.training.slots import Job, SlotCache, _Engine, _Slot, generate
 from whiflash.training.synthesize import (
@@ -29,6 +33,7 @@ from whiflash.training.synthesize import (
 )
 
 TEXTS = [f"{word} {number}?" for number in range(3) for word in ("a", "bread and butter", "why", "count " * 9)]
+KEYS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
 RECIPE = DataRecipe(max_tokens=20, slots=5, synthesise=3)
 
 
@@ -347,3 +352,33 @@ def test_two_runs_on_one_output_are_refused(tmp_path):
 def test_prompts_of_one_category_keep_it(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "hello there"}\n\n')
     assert read_prompts([tmp_path / "p.jsonl"]) == [Prompt("chat", "hello there")]
+
+
+@pytest.mark.slow
+def test_the_embedded_target_still_gives_the_answers_handed_out(smollm, shared):
+    """Answers that another program generated from the same weights; only a near-tie may part from them."""
+    lines = (shared / "data" / "responses-smollm2-135m.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[::150][:10]]
+    jobs = [Job(smollm.encode(row["prompt"]), 256) for row in rows]
+    for job, row, tokens in zip(jobs, rows, generate(smollm, jobs, slots=10), strict=True):
+        if tokens == row["response_ids"]:
+            continue
+        at = next(i for i, pair in enumerate(zip(tokens, row["response_ids"], strict=False)) if len(set(pair)) > 1)
+        with torch.inference_mode():
+            hidden, _ = smollm.network(torch.tensor([[*job.tokens, *tokens[:at]]]))
+            first, second = smollm.network.head(hidden[0, -1]).topk(2).values.tolist()
+        print(f"{row['prompt'][:40]!r} parts at {at}, where the two likeliest tokens are {first - second:.2e} apart")
+        assert first - second < 1e-3
+
+
+def test_slots_on_a_gpu_leave_nothing_on_the_cpu():
+    with fake_cuda():
+        config = TargetConfig.from_config(AutoConfig.for_model("llama", **KEYS).to_dict())
+        network = on_cuda(lambda: Decoder(config))
+        cache = SlotCache(network.new_cache(8), 3)
+        cache.load(1, network.new_cache(8))
+        cache.lengths = [2, 0, 5]
+        cache.commit()
+        hidden, _ = network(torch.zeros(3, 1, dtype=torch.long, device=CUDA), cache, cache.index[:, None])
+        logits = network.head(hidden[:, -1])
+        assert logits.device == cache.mask(1).device == CUDA

@@ -37,7 +37,7 @@ RecipeName = Annotated[
 ]
 Prompts = Annotated[
     list[Path] | None,
-    typer.Option("--prompts", help='JSONL of {"category": …, "turns": [text, …]}; first turns count; repeatable.'),
+    typer.Option("--prompts", help="JSONL prompts: a category, and turns of which the first counts; repeatable."),
 ]
 Exclude = Annotated[
     list[Path] | None, typer.Option("--exclude", help="JSONL of prompts that must not be trained on; repeatable.")

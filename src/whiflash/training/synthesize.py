@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from whiflash.errors import WhiFlashError
-from whiflash.journal import Journal
+from whiflash.journal import Journal, exclusive
 from whiflash.target.target import Target
 from whiflash.training.slots import Job, generate
 
@@ -158,16 +158,17 @@ def make_data(
     if not given and not recipe.synthesise:
         raise WhiFlashError("there is nothing to answer; give --prompts FILE, or --synthesise N to let the target ask")
     began = time.monotonic()
-    written: list[Prompt] = []
-    if recipe.synthesise:
-        taken.update(normalised(p.text) for p in given)
-        file = out.with_name(f"{out.stem}.questions.jsonl")
-        share = None if seconds is None else seconds * QUESTIONS
-        written = synthesise(target, file, recipe, taken, report, share)
-    if not given and not written:
-        return 0
-    left = None if seconds is None else seconds - (time.monotonic() - began)
-    return answer(target, out, recipe, [*given, *written], report, left)
+    with exclusive(out.with_name(f".{out.name}.lock")):
+        written: list[Prompt] = []
+        if recipe.synthesise:
+            taken.update(normalised(p.text) for p in given)
+            file = out.with_name(f"{out.stem}.questions.jsonl")
+            share = None if seconds is None else seconds * QUESTIONS
+            written = synthesise(target, file, recipe, taken, report, share)
+        if not given and not written:
+            return 0
+        left = None if seconds is None else seconds - (time.monotonic() - began)
+        return answer(target, out, recipe, [*given, *written], report, left)
 
 
 def synthesise(
