@@ -55,7 +55,7 @@ def settings(
         **sources,
         "dtype": str(target.dtype).removeprefix("torch."),
         "processes": processes,
-        **{name: machine[name] for name in ("device", "cpu", "gpu", "threads", "torch") if name in machine},
+        **{name: machine[name] for name in ("device", "cpu", "gpu", "threads", "torch", "whiflash") if name in machine},
     }
 
 

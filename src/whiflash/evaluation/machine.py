@@ -15,13 +15,14 @@ CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What figures depend on: processor, threads, memory, versions, and the commit if the package runs from one."""
+    """What figures depend on: processor, threads, load (runnable tasks), versions, and the commit if there is one."""
     found: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory": "device memory allocated" if device.type == "cuda" else "resident set of the process",
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "os": platform.platform(terse=True),
         "python": platform.python_version(),
         "whiflash": _version("whiflash"),
