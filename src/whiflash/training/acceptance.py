@@ -21,6 +21,7 @@ from whiflash.target.target import Target
 from whiflash.training import dflash, eagle3
 from whiflash.training.evaluate import accepted_lengths
 from whiflash.training.features import Sample, Source
+from whiflash.training.teacher import Teacher
 
 # blocks whose full logits are held at a time
 ANCHORS = 32
@@ -34,6 +35,7 @@ class Drafters:
     dflash: DFlash
     eagle3: Eagle3 | None
     identity: dict[str, str]
+    teacher: Teacher | None = None
 
     @classmethod
     def load(cls, target: Target, dflash_path: str | Path, eagle3_path: str | Path | None) -> "Drafters":
@@ -41,32 +43,41 @@ class Drafters:
         model = load_dflash(dflash_path, target, packed=False).float()
         if any(model.config.causal) or any(model.config.windows):
             raise WhiFlashError(f"{dflash_path} has causal or sliding layers, for which routers cannot be trained yet")
+        head = None if eagle3_path is None else load_eagle3(eagle3_path, target, packed=False).float()
+        ids = None if head is None or model.lm_head is not None else head.target_ids
         return cls(
             target,
             model,
-            None if eagle3_path is None else load_eagle3(eagle3_path, target, packed=False).float(),
+            head,
             {name: checkpoint_hash(path) for name, path in paths.items() if path is not None},
+            None if ids is None else Teacher(target, ids),
         )
 
     @torch.inference_mode()
-    def accepted(self, sample: Sample, chain: int, tree_budget: int) -> dict[str, list[int]]:
-        """Accepted draft length of each drafter at every root of the answer but its last token."""
+    def accepted(self, sample: Sample, chain: int, tree_budget: int, full_head: bool = True) -> dict[str, list[int]]:
+        """Accepted draft length of each drafter at every root of the answer but its last token.
+
+        full_head: DFlash chooses from the whole vocabulary, as in decoding; otherwise from the EAGLE-3 head's, if that
+        is smaller, which rarely differs and costs a fraction.
+        """
         sample = sample.to(self.target.device)
-        lengths = dict(zip(("df", "ddt"), self._diffusion(sample, tree_budget), strict=True))
+        lengths = dict(zip(("df", "ddt"), self._diffusion(sample, tree_budget, full_head), strict=True))
         if self.eagle3 is not None:
             lengths["e3"] = eagle3.accepted(self.eagle3, sample, chain)
         return lengths
 
-    def _diffusion(self, sample: Sample, budget: int) -> tuple[list[int], list[int]]:
+    def _diffusion(self, sample: Sample, budget: int, full_head: bool) -> tuple[list[int], list[int]]:
         tokens, start, last = sample.tokens, sample.start, len(sample.tokens) - 1
         block, chains, trees = self.dflash.config.block_size, [], []
+        small = None if full_head else self.teacher
+        ids = self.dflash.target_ids if small is None else small.ids
         for anchors in torch.arange(start, last, device=tokens.device).split(ANCHORS):
             hidden = dflash.blocks(self.dflash, sample.features[: int(anchors[-1])], tokens, anchors, block)[:, 1:]
-            logits = self.dflash.logits(hidden.to(self.target.dtype)).float()
+            logits = self.dflash.logits(hidden.to(self.target.dtype)).float() if small is None else small.logits(hidden)
             at = anchors[:, None] + torch.arange(1, block, device=tokens.device)
             wanted = tokens[at.clamp(max=last)]
-            if self.dflash.target_ids is not None:
-                wanted = to_draft(wanted, self.dflash.target_ids)
+            if ids is not None:
+                wanted = to_draft(wanted, ids)
             wanted = wanted.masked_fill(at > last, -1)
             chains += accepted_lengths(logits.argmax(-1) == wanted)
             trees += tree_lengths(logits.log_softmax(-1), wanted, budget)
@@ -125,6 +136,7 @@ def measure(
     file: str | Path,
     chain: int = 5,
     tree_budget: int = 16,
+    full_head: bool = True,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Measured]:
     """Acceptance lengths on every text, kept in `file` so that a killed run does not start over.
@@ -137,6 +149,7 @@ def measure(
         "drafters": drafters.identity,
         "chain": chain,
         "tree_budget": tree_budget,
+        "full_head": full_head,
     }
     journal = Journal(file, settings)
     measured = []
@@ -144,7 +157,7 @@ def measure(
         report(index, len(samples))
         sample = samples[index]
         if index == len(journal.rows):
-            journal.append(drafters.accepted(sample, chain, tree_budget))
+            journal.append(drafters.accepted(sample, chain, tree_budget, full_head))
         accepted = journal.rows[index]
         # a round never commits more than the text has left
         left = torch.arange(len(accepted["df"]), 0, -1)

@@ -233,19 +233,19 @@ def measure_all(
 ) -> tuple[list[Measured], list[Measured]]:
     """Acceptance of each drafter at every position of the training and of the held-out texts, kept in `work`."""
     chosen = Some(ready.source, recipe.texts, recipe.seed)
-    same = fingerprint([chosen.fingerprint, drafters.identity, recipe.chain, recipe.tree_budget])
+    settings = [drafters.identity, recipe.chain, recipe.tree_budget]
     results = []
-    for name, samples, texts in (
-        ("train", chosen, chosen.fingerprint),
-        ("held-out", ready.held, held_fingerprint(ready)),
+    for name, samples, texts, full_head in (
+        ("train", chosen, chosen.fingerprint, recipe.full_head),
+        ("held-out", ready.held, held_fingerprint(ready), True),
     ):
         began = time.monotonic()
 
         def told(done: int, total: int, began: float = began) -> None:
             report(Status("acceptance at every position", done, total, done, 0, time.monotonic() - began))
 
-        file = work / f"acceptance-{same}-{name}.jsonl"
-        results.append(measure(samples, texts, drafters, file, recipe.chain, recipe.tree_budget, told))
+        file = work / f"acceptance-{name}-{fingerprint([*settings, texts, full_head])}.jsonl"
+        results.append(measure(samples, texts, drafters, file, recipe.chain, recipe.tree_budget, full_head, told))
     return results[0], results[1]
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whiflash.errors import WhiFlashError
+from whiflash.errors import UnsupportedError, WhiFlashError
 from whiflash.nn.layers import Layer, LayerShape
 from whiflash.nn.rotary import RopeConfig
 from whiflash.nn.weights import Weights, layer_parts, load_parts, read_config
-from whiflash.target.config import FAMILIES, TargetConfig
+from whiflash.target.config import TargetConfig
 from whiflash.target.target import Target
 from whiflash.training.features import Text
 
@@ -112,10 +112,12 @@ def shape_of(target: Target) -> LayerShape:
 def target_layer(target: Target, index: int) -> Layer | None:
     """Layer `index` of the target with dense float32 weights, or None where the family is not one the runtime reads."""
     raw = read_config(target.path, "target")
-    if raw.get("model_type") not in FAMILIES or "quantization_config" in raw:
+    try:
+        shape = TargetConfig.from_config(raw).shape
+    except UnsupportedError:
         return None
     with torch.device("meta"):
-        layer = Layer(TargetConfig.from_config(raw).shape)
+        layer = Layer(shape)
     load_parts(layer_parts(layer, f"model.layers.{index}"), Weights(target.path), torch.float32, "cpu")
     return layer
 
