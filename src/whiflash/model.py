@@ -289,10 +289,9 @@ def _check_router(
     router: str | Path | Router | None, names: tuple[str, ...], threshold: float | None, slot: int, flip: bool
 ) -> None:
     """Refuse, before anything is loaded, what would otherwise be ignored."""
-    given = {"router": router is not None, "threshold": threshold is not None, "slot": slot != 0, "router flip": flip}
-    if len(names) < 2 and any(given.values()):
+    if len(names) < 2 and (router is not None or threshold is not None or slot or flip):
         raise WhiFlashError(
-            f"a {next(name for name, on in given.items() if on)} is for a router between two drafters, but drafters is "
+            f"a router with its threshold, slot or flip chooses between two drafters, but drafters is "
             f"{'-'.join(names) or 'none'!r}"
         )
     kind = "entropy" if router is None else router if router in ("entropy", "fixed") else "neural"

@@ -59,7 +59,8 @@ class NeuralRouter:
         if config is not None:
             _check(name, config, setting)
             flip = flip != (config.get("positive", "slot-1") == "slot-0")
-        threshold = threshold if threshold is not None else float((config or {}).get("threshold", 0.0))
+        if threshold is None:
+            threshold = (config or {}).get("threshold", 0.0)
         return cls(_read_network(Weights(path), setting.hidden_size).to(device), threshold, flip)
 
 

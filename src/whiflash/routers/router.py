@@ -1,7 +1,9 @@
 """The router's interface: a signal from the target in, a slot out."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -40,11 +42,7 @@ class Router(Protocol):
 
 
 def check_threshold(threshold: float, least: float | None = None) -> float:
-    if (
-        threshold != threshold
-        or threshold in (float("inf"), float("-inf"))
-        or (least is not None and threshold < least)
-    ):
+    if not isinstance(threshold, Real) or not math.isfinite(threshold) or (least is not None and threshold < least):
         bound = "" if least is None else f" of at least {least:g}"
         raise WhiFlashError(f"the router's threshold must be a finite number{bound}, got {threshold}")
     return float(threshold)
