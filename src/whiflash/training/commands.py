@@ -155,7 +155,7 @@ def router(
     from whiflash.training.router import train_router
 
     chosen = _recipe(recipe, target, seed)
-    given = {"tree_budget": tree_budget, "chain": eagle_depth}
+    given: dict[str, Any] = {"tree_budget": tree_budget, "chain": eagle_depth}
     settings = replace(
         chosen.router, pairs=(drafters,), **{name: value for name, value in given.items() if value is not None}
     )
