@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from pyarrow import parquet
 from typer.testing import CliRunner
 
 import bench_kit
+import tiny
 from bench_kit import Kit, answers, rows, run
 from whiflash.cli import app
 from whiflash.decoding.session import PHASES
@@ -128,6 +130,18 @@ def test_a_cut_file_resumes_to_the_same(kit, whole, tmp_path, cut, capsys):
     assert (tmp_path / "results.jsonl").read_bytes().startswith(data[: data.rfind(b"\n") + 1])
     assert f"{kept} of 20 answers are there" in capsys.readouterr().err or kept == 0
     assert summary(tmp_path)["resumed_from"] == (kept or None)
+
+
+def test_rows_that_another_rank_left_are_taken_in(kit, whole, tmp_path, monkeypatch):
+    """As a kill of two ranks leaves it; one answer is in both files, and half a line at the end."""
+    lines = (whole / "results.jsonl").read_text().splitlines(True)
+    for name, part in (("results", lines[:11]), ("results.rank1", [*lines[10:], lines[0][:50]])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+        (tmp_path / f"{name}.settings.json").write_text((whole / "results.settings.json").read_text())
+    monkeypatch.setattr(benchmark, "answer", None)
+    run(kit.request(tmp_path))
+    assert answers(tmp_path) == answers(whole)
+    assert not list(tmp_path.glob("results.rank*"))
 
 
 def test_other_settings_do_not_resume(kit, whole):
@@ -271,6 +285,43 @@ def test_sweep_leaves_out_routers_that_do_not_exist(kit, tmp_path):
 def test_a_neural_router_that_does_not_exist_fails_where_it_was_asked_for(kit, tmp_path):
     with pytest.raises(WhiFlashError, match="router"):
         run(kit.request(tmp_path, flags=kit.flags(("WHIFLASH",), routers=("neural",))))
+
+
+def neural_router(directory: Path, pair: str, budget: int | None) -> str:
+    random = torch.Generator().manual_seed(0)
+    shapes = {"fc1.weight": (8, 32), "fc1.bias": (8,), "fc2.weight": (1, 8), "fc2.bias": (1,)}
+    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    return str(tiny.write(directory, {"format": "whiflash-router", "pair": pair, "tree_budget": budget}, tensors))
+
+
+def test_neural_router(kit, whole, tmp_path):
+    flags = kit.flags(
+        ("WHIFLASH",), pairs=("ddt-e3",), routers=("neural",), tree_budgets=(8,), neural_threshold=0.25,
+        router_path=neural_router(tmp_path / "router", "ddt-e3", 8),
+    )  # fmt: skip
+    run(kit.request(tmp_path / "out", flags=flags))
+    name = "WhiFlash-Neural ddt-e3 8"
+    assert "neural router at 0.25" in summary(tmp_path / "out")["methods"][name]["mode"]
+    for row in rows(tmp_path / "out"):
+        assert [turn["tokens"] for turn in row["turns"]] == answers(whole)[row["prompt"], "AR"]
+        for turn in row["turns"] if row["method"] == name else ():
+            assert all(
+                (slot == "e3") == (score > 0.25)
+                for slot, score in zip(turn["rounds"]["slot"], turn["rounds"]["score"], strict=True)
+            )
+
+
+@pytest.mark.parametrize(
+    ("pair", "budget", "words"), [("df-e3", None, "the pair df-e3"), ("ddt-e3", 16, "tree budget of 16")]
+)
+def test_a_router_for_another_setting_is_refused(kit, tmp_path, pair, budget, words):
+    flags = kit.flags(
+        ("WHIFLASH",), pairs=("ddt-e3",), routers=("neural",), tree_budgets=(8,),
+        router_path=neural_router(tmp_path / "router", pair, budget),
+    )  # fmt: skip
+    with pytest.raises(WhiFlashError, match=f"was trained for (a )?{words}"):
+        run(kit.request(tmp_path / "out", flags=flags))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_same_command_finds_its_directory(kit, tmp_path, monkeypatch):
