@@ -194,10 +194,6 @@ class Eagle3Drafter:
             raise WhiFlashError(
                 f"top-k {top_k} is more than the {model.config.draft_vocab_size} tokens this head can draft; lower it"
             )
-        if top_k > model.config.draft_vocab_size:
-            raise WhiFlashError(
-                f"EAGLE-3's top-k is {top_k}, but the head knows {model.config.draft_vocab_size} tokens"
-            )
         candidates = top_k + (depth - 1) * top_k**2 if top_k > 1 else depth
         total = min(candidates + 1, 60) if total_tokens is None else total_tokens
         if not 2 <= total <= candidates + 1:

@@ -1,0 +1,168 @@
+"""Draft trees against searches written the slow way: the best prefixes, and the order and masks of nodes."""
+
+import heapq
+
+import pytest
+import torch
+
+from toy import PROMPT, VOCAB, decode
+from whiflash.drafters.ddtree import DDTreeDrafter, best_prefixes
+from whiflash.drafters.draft import Draft, chain, tree
+from whiflash.drafters.drafter import DraftState
+from whiflash.drafters.eagle3 import Eagle3Drafter
+from whiflash.errors import WhiFlashError
+
+
+def prefixes(tokens, parents) -> list[tuple[int, ...]]:
+    """The path of every node, for parents that precede their children; -1 is the root."""
+    paths = []
+    for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def by_heap(log_probs: torch.Tensor, budget: int) -> dict[tuple[int, ...], float]:
+    """DDTree as published: pop the best prefix; push its next sibling and its first child."""
+    ranked, order = log_probs.double().sort(-1, descending=True)
+    heap, found = [(-float(ranked[0, 0]), (0,))], {}
+    while heap and len(found) < budget:
+        score, ranks = heapq.heappop(heap)
+        found[tuple(int(order[d, r]) for d, r in enumerate(ranks))] = -score
+        *above, last = ranks
+        depth = len(ranks)
+        if last + 1 < log_probs.shape[1]:
+            step = float(ranked[depth - 1, last] - ranked[depth - 1, last + 1])
+            heapq.heappush(heap, (score + step, (*above, last + 1)))
+        if depth < log_probs.shape[0]:
+            heapq.heappush(heap, (score - float(ranked[depth, 0]), (*ranks, 0)))
+    return found
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 10.0])
+@pytest.mark.parametrize(("depths", "vocab", "budget"), [(1, 5, 3), (3, 4, 6), (7, 50, 16), (7, 50, 64), (3, 4, 200)])
+def test_the_best_prefixes_are_those_of_the_heap(depths, vocab, budget, spread):
+    for seed in range(4):
+        logits = torch.randn(depths, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+        log_probs = logits.log_softmax(-1)
+        tokens, parents = best_prefixes(log_probs, budget)
+        assert bool((parents < torch.arange(len(parents))).all())
+        got = prefixes(tokens, parents)
+        scores = [sum(float(log_probs[d, t]) for d, t in enumerate(path)) for path in got]
+        assert scores == sorted(scores, reverse=True) or scores == pytest.approx(sorted(scores, reverse=True))
+        wanted = by_heap(log_probs, budget)
+        assert set(got) == set(wanted)
+        assert len(got) == len(set(got))
+
+
+def test_equal_scores_leave_no_child_without_its_parent():
+    certain = torch.full((4, 5), float("-inf"))
+    certain[:, 2] = 0
+    for log_probs in (certain, torch.zeros(4, 5), torch.full((4, 5), -1.6)):
+        for budget in (1, 2, 3, 7, 19):
+            _, parents = best_prefixes(log_probs, budget)
+            assert bool((parents < torch.arange(len(parents))).all())
+            assert bool((parents >= -1).all())
+
+
+def check(draft: Draft, most: int) -> None:
+    """Parents first, depths and ancestors as the parents say, different tokens among siblings."""
+    count = len(draft)
+    assert count <= most
+    parents = draft.parents.tolist()
+    assert parents[0] == -1
+    above = [{0}]
+    for node in range(1, count):
+        assert 0 <= parents[node] < node
+        above.append(above[parents[node]] | {node})
+    assert draft.depths.tolist() == [len(a) - 1 for a in above]
+    assert [set(row.nonzero().flatten().tolist()) for row in draft.ancestors] == above
+    pairs = list(zip(parents, draft.tokens.tolist(), strict=True))[1:]
+    assert len(pairs) == len(set(pairs))
+    assert 0 <= int(draft.tokens.min()) <= int(draft.tokens.max()) < VOCAB
+
+
+@pytest.fixture(scope="module")
+def session(toy):
+    """A session in the middle of a text, for drafting by hand."""
+    session = toy.mode("ddt-e3/entropy", lazy=False)
+    decode(session, PROMPT, 30)
+    session._catch_up(session.drafters)
+    return session
+
+
+def state(session, model) -> DraftState:
+    return session.states[id(model)]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 16, 40])
+def test_ddtree_drafts_a_sound_tree(toy, session, budget):
+    drafter = DDTreeDrafter(toy.dflash, budget)
+    with torch.inference_mode():
+        draft = drafter.draft(state(session, toy.dflash), session.log, None)
+        log_probs = drafter.block_logits(state(session, toy.dflash), session.log).log_softmax(-1)
+    check(draft, budget + 1)
+    assert set(prefixes(draft.tokens[1:], draft.parents[1:] - 1)) == set(by_heap(log_probs, budget))
+
+
+@pytest.mark.parametrize(("depth", "top_k", "total"), [(1, 3, 4), (2, 2, 5), (3, 3, 9), (4, 4, None), (3, 8, 30)])
+def test_the_dynamic_tree_is_the_one_of_a_plain_search(toy, session, depth, top_k, total):
+    """Each level expands the best k nodes of the last into their k best children; the best of all are kept.
+
+    The plain search asks the head for every path as a chain of its own.
+    """
+    drafter, log = Eagle3Drafter(toy.eagle3, depth, top_k, total), session.log
+    with torch.inference_mode():
+        draft = drafter.draft(state(session, toy.eagle3), log, None)
+        check(draft, drafter.total_tokens)
+        level, scores = [()], {(): 0.0}
+        for _ in range(depth):
+            children = {}
+            for path in level:
+                log_probs = after(drafter, state(session, toy.eagle3), log, path).log_softmax(-1)
+                best, choice = log_probs.topk(top_k)
+                for score, token in zip(best.tolist(), toy.eagle3.target_ids[choice].tolist(), strict=True):
+                    children[(*path, token)] = scores[path] + score
+            scores |= children
+            level = sorted(children, key=children.get, reverse=True)[:top_k]
+    del scores[()]
+    wanted = sorted(scores, key=scores.get, reverse=True)[: drafter.total_tokens - 1]
+    assert set(prefixes(draft.tokens[1:], draft.parents[1:] - 1)) == set(wanted)
+
+
+def after(drafter: Eagle3Drafter, at: DraftState, log, path: tuple[int, ...]) -> torch.Tensor:
+    """The head's logits behind `path`, fed one token at a time."""
+    model, start = drafter.model, log.length - 1
+    at.cache.truncate(start)
+    x = model.fuse(log.features(model.taps, start, start + 1))
+    for step, token in enumerate([int(log.tokens[start + 1]), *path]):
+        y = model(x, torch.tensor([[token]]), torch.tensor([start + step]), at.cache)
+        at.cache.advance(1)
+        x = model.feedback(y)
+    at.cache.truncate(start + 1)
+    return model.logits(y)[0, 0]
+
+
+def test_a_chain_is_a_tree_of_width_one():
+    tokens = torch.tensor([4, 2, 2, 7])
+    draft, same = chain(tokens), tree(tokens, torch.tensor([-1, 0, 1, 2]), 3)
+    assert draft.ancestors is None
+    for name in ("tokens", "parents", "depths"):
+        assert torch.equal(getattr(draft, name), getattr(same, name))
+    assert torch.equal(same.ancestors, torch.ones(4, 4).tril().bool())
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda toy: DDTreeDrafter(toy.dflash, 0), "tree budget must be at least 1"),
+        (lambda toy: DDTreeDrafter(toy.dflash, 4, block_size=1), "block size must be at least 2"),
+        (lambda toy: DDTreeDrafter(toy.dflash, 4, block_size=0), "block size must be at least 2"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 0), "depth and a top-k of at least 1"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 9), "more than the 8 tokens this head can draft"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 2, 0), "between 2 and 11"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 2, 12), "between 2 and 11"),
+    ],
+)
+def test_shapes_that_cannot_be(toy, build, sentence):
+    with pytest.raises(WhiFlashError, match=sentence):
+        build(toy)
