@@ -15,6 +15,7 @@ from whiflash.drafters.dflash import DFlashDrafter
 from whiflash.drafters.eagle3 import Eagle3Drafter
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
+from whiflash.nn.weights import resolve
 from whiflash.target.load import load_target
 
 LAYERS, VOCAB = 6, 264
@@ -298,3 +299,22 @@ def test_shapes_of_drafts(target, tmp_path):
     refused("total tokens must lie between", Eagle3Drafter, eagle, depth=2, top_k=4, total_tokens=1)
     refused("tree budget must be at least 1", DDTreeDrafter, dflash, tree_budget=0)
     refused("block size must be at least 2", DFlashDrafter, dflash, block_size=1)
+
+
+def test_only_what_is_read_is_fetched(monkeypatch, tmp_path):
+    """Hub repositories hold the same weights several times over."""
+
+    def snapshot(name, allow_patterns, ignore_patterns):
+        kept = huggingface_hub.utils.filter_repo_objects(
+            files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        fetched.extend(kept)
+        return tmp_path
+
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "mask_embedding.pt"]
+    wanted += ["pytorch_model.bin", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+    files = [*wanted, "README.md", "consolidated.safetensors", "original/params.json", "onnx/model.onnx", "onnx/x.json"]
+    fetched = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve("org/model") == tmp_path
+    assert fetched == wanted

@@ -3,11 +3,11 @@
 from typing import Any
 
 from whiflash.drafters import layouts
-from whiflash.errors import WhiFlashError
+from whiflash.errors import UnsupportedError, WhiFlashError
 from whiflash.nn.weights import Weights, read_config, resolve
 from whiflash.routers.neural import FORMAT
 from whiflash.target import embedded
-from whiflash.target.config import FAMILIES, TargetConfig
+from whiflash.target.config import TargetConfig
 
 
 def describe(name: str, target_layers: int | None = None) -> dict[str, Any]:
@@ -33,9 +33,11 @@ def describe(name: str, target_layers: int | None = None) -> dict[str, Any]:
 
 def _target(raw: dict[str, Any], weights: Weights) -> dict[str, Any]:
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    try:
+        config = TargetConfig.from_config(raw)
+    except UnsupportedError:
         return {"kind": f"target ({family}, through the transformers adapter)", **_tensors(weights)}
-    return {"kind": f"target ({family}, own decoder)", **_fields(TargetConfig.from_config(raw)), **_tensors(weights)}
+    return {"kind": f"target ({family}, own decoder)", **_fields(config), **_tensors(weights)}
 
 
 def _fields(config: Any) -> dict[str, Any]:

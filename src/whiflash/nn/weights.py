@@ -22,6 +22,8 @@ CHECKPOINT_FILES = (
     "*.model",
     "*.jinja",
 )
+# the same weights once more: other formats in folders of their own, Mistral's original file
+DUPLICATES = ("*/*", "consolidated*")
 
 
 def resolve(name: str | Path, what: str = "checkpoint") -> Path:
@@ -41,7 +43,7 @@ def resolve(name: str | Path, what: str = "checkpoint") -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(CHECKPOINT_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(CHECKPOINT_FILES), ignore_patterns=list(DUPLICATES)))
     except RepositoryNotFoundError as error:
         raise WhiFlashError(
             f"{what} {name!r} is not on the hub (or is private: run `hf auth login`), and no such path exists here"
