@@ -46,7 +46,9 @@ TextsFile = Annotated[Path, typer.Option("--texts", help="Answers as `train data
 Hours = Annotated[float | None, typer.Option(help="Time budget; without one, the recipe's steps decide.")]
 Steps = Annotated[int | None, typer.Option(help="Steps to train, if there is no time budget.")]
 Seed = Annotated[int | None, typer.Option(help="Draws everything random anew; the recipe's if left out.")]
-Features = Annotated[Path | None, typer.Option(help="Where the target's states are kept; OUT/features if left out.")]
+Features = Annotated[
+    Path | None, typer.Option(help="Where the target's states are kept; beside the texts if left out.")
+]
 Online = Annotated[bool, typer.Option("--online", help="Compute the target's states when needed, keeping none.")]
 
 _console = Console(stderr=True, highlight=False)
@@ -165,8 +167,8 @@ def router(
     loaded = _target(target, dtype, device)
     models = Drafters.load(loaded, dflash, eagle3)
     with _progress() as report:
-        ready = _texts(loaded, texts, chosen, out, features, online)
-        measured = pipeline.measure_all(ready, models, out / "work", settings, report)
+        ready = _texts(loaded, texts, chosen, features, online)
+        measured = pipeline.measure_all(ready, models, texts.with_name(f"{texts.stem}.acceptance"), settings, report)
         scores = train_router(drafters, loaded, *measured, settings, out, _log)
     _print_routers({drafters: scores})
 
@@ -219,7 +221,7 @@ def _train_drafter(
     given = {name: value for name, value in (("hours", hours), ("steps", steps)) if value is not None}
     settings = replace(settings, loop=replace(settings.loop, **given))
     loaded = _target(target, dtype, device)
-    ready = _texts(loaded, texts, chosen, out, features, online)
+    ready = _texts(loaded, texts, chosen, features, online)
     history = run(settings, loaded, ready.source, ready.held, out, _log).history
     if history:
         best = max(history, key=lambda row: row["acceptance"]["overall"]["rounds"])
@@ -245,14 +247,13 @@ def _texts(
     target: "Target",
     file: Path,
     recipe: "Recipe",
-    out: Path,
     features: Path | None,
     online: bool,
 ) -> "Texts":
     from whiflash.training.pipeline import prepare_texts
 
     settings = replace(recipe.texts, online=True) if online else recipe.texts
-    return prepare_texts(target, file, settings, features or out / "features", _log)
+    return prepare_texts(target, file, settings, features or file.with_name(f"{file.stem}.features"), _log)
 
 
 def _check_hours(hours: float | None) -> None:
