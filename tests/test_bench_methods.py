@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from whiflash.cli import app
 from whiflash.errors import WhiFlashError
-from whiflash.evaluation.methods import Flags, plan
+from whiflash.evaluation.methods import Flags, plan, standalone
 
 
 def names(**given) -> list[str]:
@@ -30,6 +30,19 @@ def test_every_combination_is_a_method():
         "WhiFlash-Entropy ddt-e3 32", "WhiFlash-Entropy ddt-e3 128",
         "WhiFlash-Neural ddt-e3 32", "WhiFlash-Neural ddt-e3 128",
     ]  # fmt: skip
+
+
+def test_a_pair_is_compared_with_its_drafters_in_the_same_shape():
+    flags = Flags(
+        ("EAGLE3", "DFLASH", "DDTREE", "WHIFLASH"), pairs=("df-e3", "ddt-e3", "df-ddt"), tree_budgets=(32, 128)
+    )
+    assert standalone(plan(flags)[0]) == {
+        "WhiFlash-Entropy df-e3": ["EAGLE-3", "DFlash"],
+        "WhiFlash-Entropy ddt-e3 32": ["EAGLE-3", "DDTree 32"],
+        "WhiFlash-Entropy ddt-e3 128": ["EAGLE-3", "DDTree 128"],
+        "WhiFlash-Entropy df-ddt 32": ["DFlash", "DDTree 32"],
+        "WhiFlash-Entropy df-ddt 128": ["DFlash", "DDTree 128"],
+    }
 
 
 def test_shapes_thresholds_and_catchup_reach_the_method():

@@ -97,6 +97,15 @@ def test_a_prompt_without_a_baseline_or_without_turns_does_not_enter_the_ratio()
     assert f["prompts"] == 2
 
 
+def test_pairs_are_compared_with_their_drafters():
+    rows = [
+        row("a", m, turn([2, 2], [None, None], seconds=s)) for m, s in (("AR", 8.0), ("DFlash", 4.0), ("pair", 2.0))
+    ]
+    found = summarise(rows, "AR", True, {"pair": ["DFlash", "absent"]})
+    assert list(found["pair"]["chat"]["against"]) == ["DFlash"] and found["DFlash"]["chat"]["against"] == {}
+    assert found["pair"]["chat"]["against"]["DFlash"]["value"] == pytest.approx(2.0)
+
+
 def test_never_drafted():
     rows = [
         row("a", "AR", turn([1], [None], seconds=1, drafted=0)),

@@ -87,7 +87,7 @@ def measure(request: Request) -> Path:
                     "methods_left_out": missing,
                     "prompts_left_out": {row["prompt"]: row["left_out"] for row in rows if row["left_out"]},
                     "definitions": DEFINITIONS,
-                    "methods": _by_method(rows, request.protocol),
+                    "methods": _by_method(rows, request.protocol, methods.standalone(list(models))),
                 }
                 _write(directory, rows, summary, say)
                 _print(console, summary, directory)
@@ -109,9 +109,11 @@ def _announce(say: Say, results: Results, directory: Path, total: int) -> None:
         say(f"results go to {directory}")
 
 
-def _by_method(rows: list[dict[str, Any]], protocol: Protocol) -> dict[str, dict[str, Any]]:
+def _by_method(
+    rows: list[dict[str, Any]], protocol: Protocol, rivals: dict[str, list[str]]
+) -> dict[str, dict[str, Any]]:
     modes = {row["method"]: row["mode"] for row in rows}
-    figures = summarise(rows, BASELINE, protocol.greedy)
+    figures = summarise(rows, BASELINE, protocol.greedy, rivals)
     return {name: {"mode": modes[name], "categories": categories} for name, categories in figures.items()}
 
 

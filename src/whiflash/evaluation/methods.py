@@ -200,6 +200,20 @@ def load(
     return models, missing
 
 
+def standalone(methods: Sequence[Method]) -> dict[str, list[str]]:
+    """For every pair, the methods that run one of its drafters alone, in the same shape."""
+    return {
+        pair.name: [
+            m.name
+            for m in methods
+            if m.drafters in pair.drafters.split("-")
+            and (m.drafters != "ddt" or m.drafting.tree_budget == pair.drafting.tree_budget)
+        ]
+        for pair in methods
+        if pair.router
+    }
+
+
 def mode(model: WhiFlash) -> str:
     """What this model does, read off the parts that will run rather than off the flags."""
     target = model.target

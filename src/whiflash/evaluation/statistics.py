@@ -16,6 +16,7 @@ OVERALL = "overall"
 DEFINITIONS = {
     "decode_tokens_per_second": "tokens of all rounds / time of all rounds (prompt pass and its token left out)",
     "decode_ratio": "decode_tokens_per_second / AR's on the same prompts, with a 95 % bootstrap interval over prompts",
+    "against": "as decode_ratio, but relative to each drafter of a pair on its own",
     "end_to_end_tokens_per_second": "all tokens / (prompt pass + all rounds)",
     "ttft_seconds": "time to first token: prompt pass, mean over turns",
     "acceptance_length_with_bonus": "tokens committed a round, the target's own bonus token included",
@@ -59,27 +60,41 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
         return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
-def summarise(rows: Sequence[Row], baseline: str, greedy: bool) -> dict[str, dict[str, dict[str, Any]]]:
-    """method → category (and "overall") → figures, as DEFINITIONS names them; NaN where nothing was measured."""
-    base = {row["prompt"]: row for row in rows if row["method"] == baseline}
+def summarise(
+    rows: Sequence[Row], baseline: str, greedy: bool, rivals: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """method → category (and "overall") → figures, as DEFINITIONS names them; NaN where nothing was measured.
+
+    rivals: method → other methods that it is to be compared with.
+    """
+    by_method: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], {})[row["prompt"]] = row
+    base = by_method.get(baseline, {})
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method and row["turns"]]
+    for method in by_method:
+        others = {name: by_method[name] for name in (rivals or {}).get(method, ()) if name in by_method}
+        mine = [row for row in by_method[method].values() if row["turns"]]
         categories = dict.fromkeys(row["category"] for row in mine)
-        found[method] = {c: figures([r for r in mine if r["category"] == c], base, greedy) for c in categories}
+        parts = {c: [row for row in mine if row["category"] == c] for c in categories}
         if len(categories) > 1:
-            found[method][OVERALL] = figures(mine, base, greedy)
+            parts[OVERALL] = mine
+        found[method] = {c: figures(part, base, greedy, others) for c, part in parts.items()}
     return found
 
 
-def figures(rows: Sequence[Row], base: Mapping[str, Row], greedy: bool) -> dict[str, Any]:
-    """Figures of one method's rows against the baseline's rows of the same prompts."""
+def figures(
+    rows: Sequence[Row],
+    base: Mapping[str, Row],
+    greedy: bool,
+    others: Mapping[str, Mapping[str, Row]] | None = None,
+) -> dict[str, Any]:
+    """Figures of one method's rows against the baseline's, and other methods', rows of the same prompts (by id)."""
     turns = [turn for row in rows for turn in row["turns"]]
     rounds = {key: list(_column(turns, key)) for key in ("acceptance_length", "accepted", "slot", *PHASES)}
     lengths, slots = rounds["acceptance_length"], rounds["slot"]
     count, total = len(lengths), sum(lengths)
-    paired = [row for row in rows if row["prompt"] in base and base[row["prompt"]]["turns"]]
-    ratio, low, high = bootstrap(*_sums(paired, _decode), *_sums([base[row["prompt"]] for row in paired], _decode))
+    paired = _paired(rows, base)
     latency = sum(sum(rounds[p]) for p in PHASES)
     switches = sum(a != b for turn in turns for a, b in pairwise(turn["rounds"]["slot"]))
     memory = [row["peak_memory"] for row in rows if row.get("peak_memory")]
@@ -93,7 +108,8 @@ def figures(rows: Sequence[Row], base: Mapping[str, Row], greedy: bool) -> dict[
         "tokens": sum(len(turn["tokens"]) for turn in turns),
         "rounds": count,
         "decode_tokens_per_second": _rate(_sums(rows, _decode)),
-        "decode_ratio": {"value": ratio, "low": low, "high": high, "prompts": len(paired)},
+        "decode_ratio": _against(rows, base),
+        "against": {name: _against(rows, other) for name, other in (others or {}).items()},
         "end_to_end_tokens_per_second": _rate(_sums(rows, _end_to_end)),
         "ttft_seconds": _mean([turn["prefill_seconds"] for turn in turns]),
         "acceptance_length_with_bonus": _mean(lengths),
@@ -109,6 +125,16 @@ def figures(rows: Sequence[Row], base: Mapping[str, Row], greedy: bool) -> dict[
         "peak_memory_bytes": max(memory, default=None),
         "differing": differing,
     }
+
+
+def _paired(rows: Sequence[Row], other: Mapping[str, Row]) -> list[Row]:
+    return [row for row in rows if row["prompt"] in other and other[row["prompt"]]["turns"]]
+
+
+def _against(rows: Sequence[Row], other: Mapping[str, Row]) -> dict[str, Any]:
+    mine = _paired(rows, other)
+    value, low, high = bootstrap(*_sums(mine, _decode), *_sums([other[row["prompt"]] for row in mine], _decode))
+    return {"value": value, "low": low, "high": high, "prompts": len(mine)}
 
 
 def tokens(row: Row) -> list[list[int]]:

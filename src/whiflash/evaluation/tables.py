@@ -19,6 +19,8 @@ def tables(summary: Figures) -> Iterator[Table]:
     if len(categories) > 1:
         categories.append(OVERALL)
         yield overview(methods, categories)
+    if any(f["against"] for found in methods.values() for f in found["categories"].values()):
+        yield against(methods, categories)
     yield speed(methods, categories)
     yield drafting(methods, categories)
     yield phases(methods, categories[-1:])
@@ -33,6 +35,19 @@ def overview(methods: Figures, categories: Sequence[str]) -> Table:
             length = f and number(f["acceptance_length_with_bonus"])
             cells.append(f"{number(f['decode_ratio']['value'])}× {length:>4}" if f else "–")
         table.add_row(name, *cells)
+    return table
+
+
+def against(methods: Figures, categories: Sequence[str]) -> Table:
+    table = _table("decode throughput of pairs relative to their drafters alone (95 % interval)", *categories)
+    for name, found in methods.items():
+        rivals = dict.fromkeys(r for f in found["categories"].values() for r in f["against"])
+        for rival in rivals:
+            cells = [
+                interval(found["categories"][c]["against"][rival]) if c in found["categories"] else "–"
+                for c in categories
+            ]
+            table.add_row(f"{name} / {rival}", *cells)
     return table
 
 
