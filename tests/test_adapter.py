@@ -159,3 +159,11 @@ def test_an_unknown_treatment_of_logits_is_refused(tmp_path, monkeypatch):
     tiny.build(tmp_path, "granite", layers=2, **OTHERS["granite"])
     with pytest.raises(WhiFlashError, match="granite models give other logits"):
         Adapter.load(tmp_path, torch.float32, "cpu")
+
+
+def test_longrope_ends_where_its_frequencies_change(tmp_path):
+    """Beyond the original context every cached key would have to be computed anew; transformers starts over there."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    options = {"rope_parameters": rope | {"original_max_position_embeddings": 64}}
+    tiny.build(tmp_path, "phi3", layers=2, original_max_position_embeddings=64, **options)
+    assert Adapter.load(tmp_path, torch.float32, "cpu").max_positions == 64

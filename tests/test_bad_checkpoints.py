@@ -225,6 +225,31 @@ def test_the_sound_checkpoints_load(kind, target, tmp_path):
     LOAD[kind](write(tmp_path / "off", kind, lambda c, t: c.update(off)), target)
 
 
+@torch.inference_mode()
+def test_oddities_in_the_wild_load(target, tmp_path):
+    """A biased fc, a tie flag beside a separate head, a draft vocabulary under another key, a head of another width."""
+
+    def odd(config, stored):
+        config |= {"tie_word_embeddings": True, "truncated_vocab_size": config.pop("draft_vocab_size")}
+        config["architectures"] = ["LlamaForCausalLM"]
+        stored["fc.bias"] = torch.arange(32.0)
+
+    plain = load_eagle3(write(tmp_path / "plain", E3), target)
+    biased = load_eagle3(write(tmp_path / "biased", E3, odd), target)
+    features, y = torch.randn(1, 3, 96), torch.randn(1, 3, 32)
+    torch.testing.assert_close(biased.fuse(features) - plain.fuse(features), torch.arange(32.0).expand(1, 3, -1))
+    assert torch.equal(biased.logits(y), plain.logits(y))
+
+    config, stored = tiny.eagle3_head(VOCAB, width=48)
+    stored |= {"fc.weight": torch.randn(48, 96), "embed_tokens.weight": torch.randn(VOCAB, 48)}
+    config["target_hidden_size"] = 32
+    wide = load_eagle3(tiny.write(tmp_path / "wide", config, stored), target)
+    assert wide.fuse(features).shape == (1, 3, 48)
+    assert torch.equal(wide.embed(torch.tensor([7])), stored["embed_tokens.weight"][7:8])
+    del stored["embed_tokens.weight"]
+    refused("brings no embedding of its own", load_eagle3, tiny.write(tmp_path / "bare", config, stored), target)
+
+
 @pytest.mark.parametrize("case", DRAFTERS)
 def test_drafter(case, target, tmp_path):
     kind, edit, match = DRAFTERS[case]

@@ -147,6 +147,8 @@ def test_a_tree_gives_what_its_paths_give(pair):
     found, _ = ours(nodes, cache, 20 + sees.sum(1) - 1, sees)
     for node, path in enumerate(paths):
         close(found[:, node], ours(torch.cat([prefix, nodes[:, path]], 1))[0][:, -1])
+    alone, _ = ours(nodes, None, sees.sum(1) - 1, sees)
+    close(alone[:, 5], ours(nodes[:, paths[5]])[0][:, -1])
     cache.keep_path(20, torch.tensor(paths[5]))
     assert cache.length == 24
     close(ours(after, cache)[0], ours(torch.cat([prefix, nodes[:, paths[5]], after], 1))[0][:, -3:])

@@ -34,10 +34,11 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] → final-normed hidden states [B, T, width] and the taps' states [B, T, len(taps)·width].
 
-        Writes K/V behind the cache's committed rows and does not advance it; without a cache, attends causally within
-        the batch. tree [T, T] (bool): which new rows each new row sees. positions [B, T] or [T]; left out, they follow
-        the cache. Tap k < n is the residual stream after k layers (k = 0: the embedding); tap n the stream after the
-        last layer; tap n+1 the same after the final norm, which is what transformers calls hidden_states[n].
+        Writes K/V behind the cache's committed rows and does not advance it; without a cache, rows see each other only.
+        tree [T, T] (bool): which new rows each new row sees; left out, those up to itself. positions [B, T] or [T];
+        left out, they follow the cache. Tap k < n is the residual stream after k layers (k = 0: the embedding); tap n
+        the stream after the last layer; tap n+1 the same after the final norm, which is what transformers calls
+        hidden_states[n].
         """
         x = self.embedding(tokens)
         past = 0 if cache is None else cache.length
@@ -78,11 +79,12 @@ class Decoder(nn.Module):
     ) -> dict[int | None, Tensor | None]:
         """One mask per kind of layer; None means causal over just these rows (or a single row that sees all)."""
         windows = set(self.config.windows)
-        if cache is None or (cache.length == 0 and tree is None):
-            device, dtype = self.norm.weight.device, self.norm.weight.dtype
-            short = [w for w in windows if w is not None and w < rows]
-            empty = KVCache(0, 1, 1, 0, dtype, device)
-            return {w: empty.mask(rows, window=w) if w in short else None for w in windows}
+        if cache is None:
+            weight = self.norm.weight
+            cache = KVCache(0, 1, 1, 0, weight.dtype, weight.device)
+        if cache.length == 0 and tree is None:
+            # causal over just these rows, which attention does without a mask, unless a window cuts in
+            return {w: cache.mask(rows, window=w) if w is not None and w < rows else None for w in windows}
         return {w: cache.mask(rows, tree, w, positions) for w in windows}
 
     def parts(self) -> list[Part]:
