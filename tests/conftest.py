@@ -34,3 +34,18 @@ def smollm() -> Target:
     if not embedded.is_intact(embedded.home() / "targets" / embedded.NAME):
         pytest.skip("the embedded target is not in the cache yet")
     return load_target()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """A tiny chat model and drafters for it on disk: see `tiny.py`."""
+    import tiny
+
+    home = tmp_path_factory.mktemp("saved")
+    target = tiny.build(home / "target", max_position_embeddings=4096)
+    vocab = len(tiny.tokenizer()) + tiny.PADDING
+    return {
+        "target": target,
+        "dflash": tiny.write(home / "dflash", *tiny.dflash_model(vocab, 6)),
+        "eagle3": tiny.write(home / "eagle3", *tiny.eagle3_head(vocab)),
+    }

@@ -30,7 +30,7 @@ def load_target(
     dtype: float32 on CPU and bfloat16 elsewhere unless given. runtime: read the families the runtime knows with its own
     decoder; False forces the transformers adapter, which serves every other architecture.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise WhiFlashError(f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
@@ -79,6 +79,18 @@ def _own_config(raw: dict[str, Any]) -> TargetConfig | None:
         return TargetConfig.from_config(raw)
     except UnsupportedError:
         return None
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise WhiFlashError(
+            f"device {str(name)!r} cannot be used here ({reason}); expected cpu, cuda, cuda:1, …"
+        ) from error
+    return device
 
 
 def _load_tokenizer(path: Path):
