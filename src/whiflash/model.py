@@ -118,9 +118,9 @@ class WhiFlash:
 
         drafters: "none", one of df, ddt, e3, or a pair df-e3, ddt-e3, df-ddt (slot 0, slot 1). router, for a pair:
         "fixed" (always `slot`), "entropy" (the default), "neural" (the shipped one), or a neural router's hub id,
-        directory or file. threshold: entropy in nats, or ΔAL. router_flip: a
-        bare router file whose positive output means slot 0. tap_ids: how a checkpoint's tap ids are meant, where its
-        layout leaves that open. progress: called while the embedded target is prepared.
+        directory or file. threshold: entropy in nats, or ΔAL. router_flip: a bare router file whose positive output
+        means slot 0. tap_ids: how a checkpoint's tap ids are meant ("output" or "boundary"), where its layout leaves
+        that open. progress: called while the embedded target is prepared.
         """
         names = _parse_drafters(drafters)
         _check_router(router, names, threshold, slot, router_flip)
