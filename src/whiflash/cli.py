@@ -47,7 +47,7 @@ def _load(**given: Any) -> "WhiFlash":
     from whiflash.model import Drafting, WhiFlash
     from whiflash.progress import bar
 
-    shape = {name: given.pop(name) for name in ("tree_budget", "block_size")}
+    shape = {name: given.pop(name) for name in ("tree_budget", "block_size", "block_rows")}
     eagle = {f"eagle3_{name}": given.pop(f"eagle_{name}") for name in ("depth", "top_k", "total_tokens")}
     with bar("preparing the embedded target") as progress:
         return WhiFlash.from_pretrained(drafting=Drafting(**shape, **eagle), progress=progress, **given)
@@ -66,9 +66,10 @@ def generate(
     threshold: o.Threshold = None,
     slot: o.Slot = 0,
     router_flip: o.Flip = False,
-    tree_budget: o.TreeBudget = 16,
+    tree_budget: o.TreeBudget = None,
     block_size: o.BlockSize = None,
-    eagle_depth: o.EagleDepth = 5,
+    block_rows: o.BlockRows = None,
+    eagle_depth: o.EagleDepth = None,
     eagle_top_k: o.EagleTopK = 1,
     eagle_total_tokens: o.EagleTotal = None,
     tap_ids: o.TapIds = None,
@@ -101,8 +102,8 @@ def generate(
     model = _load(
         target=target, dtype=dtype, device=device, drafters=drafters, dflash=dflash, eagle3=eagle3, router=router,
         threshold=threshold, slot=slot, router_flip=router_flip, tree_budget=tree_budget, block_size=block_size,
-        eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens, tap_ids=tap_ids,
-        lazy=lazy_catchup, kv_only=kv_only,
+        block_rows=block_rows, eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens,
+        tap_ids=tap_ids, lazy=lazy_catchup, kv_only=kv_only,
     )  # fmt: skip
     stream = model.stream(
         _read_stdin() if prompt == "-" else prompt,
@@ -136,9 +137,10 @@ def chat(
     threshold: o.Threshold = None,
     slot: o.Slot = 0,
     router_flip: o.Flip = False,
-    tree_budget: o.TreeBudget = 16,
+    tree_budget: o.TreeBudget = None,
     block_size: o.BlockSize = None,
-    eagle_depth: o.EagleDepth = 5,
+    block_rows: o.BlockRows = None,
+    eagle_depth: o.EagleDepth = None,
     eagle_top_k: o.EagleTopK = 1,
     eagle_total_tokens: o.EagleTotal = None,
     tap_ids: o.TapIds = None,
@@ -159,7 +161,8 @@ def chat(
     model = _load(
         target=target, dtype=dtype, device=device, drafters=drafters, dflash=dflash, eagle3=eagle3, router=router,
         threshold=threshold, slot=slot, router_flip=router_flip, tree_budget=tree_budget, block_size=block_size,
-        eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens, tap_ids=tap_ids,
+        block_rows=block_rows, eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens,
+        tap_ids=tap_ids,
     )  # fmt: skip
     converse(
         model, system=system, color=color,

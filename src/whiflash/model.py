@@ -28,16 +28,22 @@ from whiflash.target.target import Prompt, Target
 PAIRS = ("df-e3", "ddt-e3", "df-ddt")
 SINGLES = ("df", "ddt", "e3")
 ROUTERS = ("fixed", "entropy", "neural")
+# what is drafted where nothing else is asked for: nodes besides the root, levels
+TREE_BUDGET, EAGLE3_DEPTH = 16, 5
 ASSETS = Path(__file__).parent / "assets" / embedded.NAME
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Shapes of the drafts: DFlash's block, DDTree's budget (nodes besides the root), EAGLE-3's chain or tree."""
+    """Shapes of the drafts: DFlash's block, DDTree's budget (nodes besides the root), EAGLE-3's chain or tree.
+
+    None leaves it open: the block as trained and all of it verified (`block_rows`), a budget of 16, a depth of 5.
+    """
 
     block_size: int | None = None
-    tree_budget: int = 16
-    eagle3_depth: int = 5
+    block_rows: int | None = None
+    tree_budget: int | None = None
+    eagle3_depth: int | None = None
     eagle3_top_k: int = 1
     eagle3_total_tokens: int | None = None
 
@@ -45,6 +51,7 @@ class Drafting:
         for name, value, least in (
             ("tree budget", self.tree_budget, 1),
             ("block size", self.block_size, 2),
+            ("number of block rows", self.block_rows, 2),
             ("EAGLE-3 depth", self.eagle3_depth, 1),
             ("EAGLE-3 top-k", self.eagle3_top_k, 1),
             ("EAGLE-3 total of tokens", self.eagle3_total_tokens, 2),
@@ -278,11 +285,12 @@ def _shipped(name: str, argument: str, target: Target) -> Path:
 def _drafter(name: str, dflash: DFlash | None, eagle3: Eagle3 | None, drafting: Drafting) -> Drafter:
     if name == "e3":
         assert eagle3 is not None
-        return Eagle3Drafter(eagle3, drafting.eagle3_depth, drafting.eagle3_top_k, drafting.eagle3_total_tokens)
+        depth = drafting.eagle3_depth or EAGLE3_DEPTH
+        return Eagle3Drafter(eagle3, depth, drafting.eagle3_top_k, drafting.eagle3_total_tokens)
     assert dflash is not None
     if name == "ddt":
-        return DDTreeDrafter(dflash, drafting.tree_budget, drafting.block_size)
-    return DFlashDrafter(dflash, drafting.block_size)
+        return DDTreeDrafter(dflash, drafting.tree_budget or TREE_BUDGET, drafting.block_size)
+    return DFlashDrafter(dflash, drafting.block_size, drafting.block_rows)
 
 
 def _check_router(
@@ -324,8 +332,7 @@ def _router(
         return FixedRouter(slot, len(names))
     pair = "-".join(names)
     source = _shipped(f"router-{pair}", "router", target) if router == "neural" else router
-    setting = Setting(
-        target.fingerprint(), target.name, pair, drafting.tree_budget if "ddt" in names else None, target.width
-    )
+    budget = drafting.tree_budget or TREE_BUDGET if "ddt" in names else None
+    setting = Setting(target.fingerprint(), target.name, pair, budget, target.width)
     assert source is not None
     return NeuralRouter.load(source, setting, threshold, flip, target.device)

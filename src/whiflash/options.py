@@ -28,9 +28,12 @@ Threshold = Annotated[
 ]
 Slot = Annotated[int, _option("The slot that --router fixed always takes.", DRAFTING)]
 Flip = Annotated[bool, _option("A bare router file whose positive output means slot 0.", DRAFTING, "--router-flip")]
-TreeBudget = Annotated[int, _option("DDTree nodes besides the root.", DRAFTING)]
+TreeBudget = Annotated[int | None, _option("DDTree nodes besides the root; 16 if left out.", DRAFTING)]
 BlockSize = Annotated[int | None, _option("DFlash block, anchor included; as trained.", DRAFTING)]
-EagleDepth = Annotated[int, _option("EAGLE-3 levels.", DRAFTING)]
+BlockRows = Annotated[
+    int | None, _option("Rows of DFlash's block that are verified, anchor included; all if left out.", DRAFTING)
+]
+EagleDepth = Annotated[int | None, _option("EAGLE-3 levels; 5 if left out.", DRAFTING)]
 EagleTopK = Annotated[int, _option("EAGLE-3 children a node; 1 is a chain.", DRAFTING)]
 EagleTotal = Annotated[int | None, _option("EAGLE-3 tree nodes, root included.", DRAFTING, "--eagle-total-tokens")]
 TapIds = Annotated[

@@ -136,37 +136,44 @@ class DFlash(nn.Module):
 
 
 class DFlashDrafter:
-    """The block as a chain: slot i's own choice at depth i."""
+    """The block as a chain: slot i's own choice at depth i.
+
+    `block_rows` of the block are verified, anchor included (all if left out): the rest only shape what is drafted.
+    """
 
     name, family = "df", "diffusion"
 
-    def __init__(self, model: DFlash, block_size: int | None = None):
+    def __init__(self, model: DFlash, block_size: int | None = None, block_rows: int | None = None):
         self.model = model
         self.block_size = model.config.block_size if block_size is None else block_size
         if self.block_size < 2:
             raise WhiFlashError(f"the block size must be at least 2 (the anchor and one guess), got {self.block_size}")
-        self.rows = self.block_size
+        self.rows = self.block_size if block_rows is None else block_rows
+        if not 2 <= self.rows <= self.block_size:
+            raise WhiFlashError(
+                f"of a block of {self.block_size} rows 2 to {self.block_size} can be verified, not {block_rows}"
+            )
 
     def catch_up(self, state: DraftState, log: FeatureLog, kv_only: bool = True) -> int:
         """Context K/V for every row of the backlog. There is no fuller forward than this, whatever `kv_only` says."""
         start, end = state.cursor, log.length
         if end > start:
-            state.cache.reserve(end + self.rows)
+            state.cache.reserve(end + self.block_size)
             positions = torch.arange(start, end, device=log.tokens.device)
             self.model.write_context(log.features(self.model.taps, start, end), positions, state.cache)
             state.cache.advance(end - start)
         return end - start
 
-    def block_logits(self, state: DraftState, log: FeatureLog) -> Tensor:
-        """Logits of slots 1..B-1, [B-1, draft vocab]."""
+    def block_logits(self, state: DraftState, log: FeatureLog, rows: int | None = None) -> Tensor:
+        """Logits of slots 1..rows-1 (all B-1 if left out), [rows-1, draft vocab]."""
         state.cache.reserve(log.length + self.block_size)
         block = log.tokens.new_full((1, self.block_size), self.model.config.mask_token_id)
         block[:, 0] = log.tokens[log.length]
         positions = torch.arange(log.length, log.length + self.block_size, device=block.device)
-        return self.model.logits(self.model(block, positions, state.cache)[0, 1:])
+        return self.model.logits(self.model(block, positions, state.cache)[0, 1:rows])
 
     def draft(self, state: DraftState, log: FeatureLog, choose: Choose | None) -> Draft:
-        logits = self.block_logits(state, log)
+        logits = self.block_logits(state, log, self.rows)
         tokens, probs = (logits.argmax(-1), None) if choose is None else choose(logits)
         root = log.tokens[log.length : log.length + 1]
         return chain(torch.cat([root, self.to_target(tokens)]), to_target_vocab(probs, self.model))

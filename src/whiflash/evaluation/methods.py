@@ -8,12 +8,11 @@ from typing import Any
 from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
-from whiflash.model import PAIRS, Drafting, WhiFlash
+from whiflash.model import PAIRS, TREE_BUDGET, Drafting, WhiFlash
 from whiflash.target.target import Target
 
 ALGORITHMS = ("NONE", "EAGLE3", "DFLASH", "DDTREE", "WHIFLASH")
 ROUTERS = ("entropy", "neural")
-BUDGET = Drafting.tree_budget
 BASELINE = "AR"
 
 
@@ -144,21 +143,21 @@ def _methods(flags: Flags) -> Iterator[Method]:
         }
         return Drafting(**{name: value for name, value in given.items() if value is not None})
 
-    budgets = tuple(flags.tree_budgets) or (BUDGET,)
+    budgets = tuple(flags.tree_budgets) or (TREE_BUDGET,)
     yield Method(BASELINE, "none")
     for algorithm in ALGORITHMS[1:]:
         if algorithm not in flags.algorithms:
             continue
         if algorithm == "EAGLE3":
-            yield Method("EAGLE-3", "e3", drafting=drafting(BUDGET))
+            yield Method("EAGLE-3", "e3", drafting=drafting(TREE_BUDGET))
         elif algorithm == "DFLASH":
-            yield Method("DFlash", "df", drafting=drafting(BUDGET))
+            yield Method("DFlash", "df", drafting=drafting(TREE_BUDGET))
         elif algorithm == "DDTREE":
             for budget in budgets:
                 yield Method(f"DDTree {budget}", "ddt", drafting=drafting(budget))
         else:
             for pair, router in product(_pairs(flags), _routers(flags)):
-                for budget in budgets if "ddt" in pair else (BUDGET,):
+                for budget in budgets if "ddt" in pair else (TREE_BUDGET,):
                     yield Method(
                         f"WhiFlash-{router.capitalize()} {pair}{f' {budget}' if 'ddt' in pair else ''}",
                         pair,
