@@ -12,7 +12,7 @@ FLOOR = {"errors", "home"}
 BELOW_MODEL = FLOOR | {"nn", "routers", "target", "drafters", "decoding"}
 # The command line and the modules it is split into: one floor.
 TOP = {"cli", "chat", "demo", "inspect", "options", "terminal"}
-BELOW_TOP = BELOW_MODEL | {"model", "progress", "journal", "training", "evaluation", "whiflash"}
+BELOW_TOP = BELOW_MODEL | {"model", "progress", "journal", "calibration", "training", "evaluation", "whiflash"}
 FACE_ROOMS = {"options", "terminal", "chat", "demo", "inspect"}
 # Every room, and the rooms it may import from. A new room needs its place here.
 MAY_IMPORT = {
@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "target": FLOOR | {"nn"},
     "drafters": FLOOR | {"nn", "target"},
     "decoding": FLOOR | {"nn", "routers", "target", "drafters"},
-    "model": BELOW_MODEL,
+    "calibration": FLOOR,
+    "model": BELOW_MODEL | {"calibration"},
     "progress": FLOOR,
     "journal": FLOOR,
     "inspect": BELOW_MODEL,
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "chat": BELOW_MODEL | {"model", "terminal"},
     "demo": BELOW_MODEL | {"model", "terminal", "progress"},
     "training": BELOW_MODEL | {"model", "progress", "journal"},
-    "evaluation": BELOW_MODEL | {"model", "progress", "journal"},
+    "evaluation": BELOW_MODEL | {"model", "progress", "journal", "calibration"},
     **dict.fromkeys(TOP, TOP | BELOW_TOP),
     "whiflash": FLOOR | {"model"},  # the package's own __init__
     "__main__": {"cli"},

@@ -44,9 +44,11 @@ def main() -> None:
 
 
 def _load(**given: Any) -> "WhiFlash":
+    from whiflash.calibration import parse_threshold
     from whiflash.model import Drafting, WhiFlash
     from whiflash.progress import bar
 
+    given["threshold"] = parse_threshold(given["threshold"])
     shape = {name: given.pop(name) for name in ("tree_budget", "block_size", "block_rows")}
     eagle = {f"eagle3_{name}": given.pop(f"eagle_{name}") for name in ("depth", "top_k", "total_tokens")}
     with bar("preparing the embedded target") as progress:

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from whiflash import calibration
 from whiflash.decoding.sampling import Sampler, Sampling
 from whiflash.decoding.session import Round, Session
 from whiflash.decoding.stopping import Answer, Stopping
@@ -109,7 +110,7 @@ class WhiFlash:
         eagle3: str | Path | Eagle3 | None = None,
         drafters: str = "df-e3",
         router: str | Path | Router | None = None,
-        threshold: float | None = None,
+        threshold: float | str | None = None,
         drafting: Drafting | None = None,
         slot: int = 0,
         router_flip: bool = False,
@@ -125,9 +126,10 @@ class WhiFlash:
 
         drafters: "none", one of df, ddt, e3, or a pair df-e3, ddt-e3, df-ddt (slot 0, slot 1). router, for a pair:
         "fixed" (always `slot`), "entropy" (the default), "neural" (the shipped one), or a neural router's hub id,
-        directory or file. threshold: entropy in nats, or ΔAL. router_flip: a bare router file whose positive output
-        means slot 0. tap_ids: how a checkpoint's tap ids are meant ("output" or "boundary"), where its layout leaves
-        that open. progress: called while the embedded target is prepared.
+        directory or file. threshold: entropy in nats, or ΔAL; "auto" takes what `whiflash calibrate` found here, with
+        the lengths of drafts that `drafting` leaves open, and so does the path of a calibration. router_flip: a bare
+        router file whose positive output means slot 0. tap_ids: how a checkpoint's tap ids are meant ("output" or
+        "boundary"), where its layout leaves that open. progress: called while the embedded target is prepared.
         """
         names = _parse_drafters(drafters)
         _check_router(router, names, threshold, slot, router_flip)
@@ -145,6 +147,9 @@ class WhiFlash:
         if "e3" in names:
             source3 = eagle3 if eagle3 is not None else _shipped("eagle3", "eagle3", target)
             eagle3_model = source3 if isinstance(source3, Eagle3) else load_eagle3(source3, target, tap_ids=tap_ids)
+        if isinstance(threshold, str):
+            models = {name: eagle3_model if name == "e3" else dflash_model for name in names}
+            threshold, drafting = _calibrated(threshold, models, router, router_flip, target, drafting)
         built = [_drafter(name, dflash_model, eagle3_model, drafting) for name in names]
         chosen = _router(router, names, threshold, slot, router_flip, target, drafting)
         return cls(target, built, chosen, lazy=lazy, kv_only=kv_only, timed=timed)
@@ -294,7 +299,7 @@ def _drafter(name: str, dflash: DFlash | None, eagle3: Eagle3 | None, drafting: 
 
 
 def _check_router(
-    router: str | Path | Router | None, names: tuple[str, ...], threshold: float | None, slot: int, flip: bool
+    router: str | Path | Router | None, names: tuple[str, ...], threshold: float | str | None, slot: int, flip: bool
 ) -> None:
     """Refuse, before anything is loaded, what would otherwise be ignored."""
     if len(names) < 2 and (router is not None or threshold is not None or slot or flip):
@@ -309,8 +314,37 @@ def _check_router(
         raise WhiFlashError(f"only a neural router's output can be flipped, not the {kind} router's")
     if threshold is not None and (kind == "fixed" or not isinstance(router, str | Path | None)):
         raise WhiFlashError("this router takes no threshold; leave it out, or use entropy or neural")
-    if threshold is not None:
+    if threshold is not None and not isinstance(threshold, str):
         check_threshold(threshold, least=0.0 if kind == "entropy" else None)
+
+
+def _calibrated(
+    source: str,
+    models: dict[str, Any],
+    router: str | Path | Router | None,
+    flip: bool,
+    target: Target,
+    drafting: Drafting,
+) -> tuple[float, Drafting]:
+    """Threshold and shapes of a calibration; shapes that were asked for stay."""
+    names = tuple(models)
+    chosen = _router(router, names, None, 0, flip, target, drafting)
+    network = chosen.network if isinstance(chosen, NeuralRouter) else None
+    found = calibration.read(
+        source,
+        (target.name, target.fingerprint()),
+        "-".join(names),
+        {name: calibration.identity(model) for name, model in models.items()},
+        ("entropy" if network is None else "neural", None if network is None else calibration.identity(network)),
+    )
+    shapes = {}
+    if "df" in names and drafting.block_rows is None and drafting.block_size is None:
+        shapes["block_rows"] = found.lengths["df"] + 1
+    if "ddt" in names and drafting.tree_budget is None:
+        shapes["tree_budget"] = found.lengths["ddt"]
+    if "e3" in names and drafting.eagle3_depth is None and drafting.eagle3_top_k == 1:
+        shapes["eagle3_depth"] = found.lengths["e3"]
+    return found.threshold, replace(drafting, **shapes)
 
 
 def _router(

@@ -24,7 +24,12 @@ RouterName = Annotated[
     str | None, _option("fixed, entropy, neural, or a neural router's hub id, directory or file.", DRAFTING, "--router")
 ]
 Threshold = Annotated[
-    float | None, _option("Entropy in nats, or predicted ΔAL; above it slot 1 drafts.", DRAFTING, "--threshold")
+    str | None,
+    _option(
+        "Entropy in nats, or predicted ΔAL; above it slot 1 drafts. auto: what whiflash calibrate found, or its file.",
+        DRAFTING,
+        "--threshold",
+    ),
 ]
 Slot = Annotated[int, _option("The slot that --router fixed always takes.", DRAFTING)]
 Flip = Annotated[bool, _option("A bare router file whose positive output means slot 0.", DRAFTING, "--router-flip")]

@@ -58,10 +58,20 @@ RouterPath = Annotated[
     str | None, _option("Neural router: hub id, directory or file.", ROUTING, "--whiflash-neural-router-path")
 ]
 NeuralThreshold = Annotated[
-    float | None, _option("Predicted ΔAL above which slot 1 drafts.", ROUTING, "--whiflash-neural-router-threshold")
+    str | None,
+    _option(
+        "Predicted ΔAL above which slot 1 drafts; auto, or a file, as whiflash calibrate found.",
+        ROUTING,
+        "--whiflash-neural-router-threshold",
+    ),
 ]
 EntropyThreshold = Annotated[
-    float | None, _option("Entropy in nats above which slot 1 drafts.", ROUTING, "--whiflash-entropy-threshold")
+    str | None,
+    _option(
+        "Entropy in nats above which slot 1 drafts; auto, or a file, as whiflash calibrate found.",
+        ROUTING,
+        "--whiflash-entropy-threshold",
+    ),
 ]
 NoLazy = Annotated[
     bool,
@@ -93,6 +103,7 @@ PhaseTimes = Annotated[
 def add_to(app: typer.Typer) -> None:
     app.command()(bench)
     app.command()(sweep)
+    app.command()(calibrate)
 
 
 def bench(
@@ -130,9 +141,10 @@ def bench(
 
     flags = Flags(
         _split(speculative_algorithm), draft_name_or_path, whiflash_eagle_draft, _split(whiflash_drafters),
-        _split(whiflash_router), whiflash_neural_router_path, whiflash_neural_router_threshold,
-        whiflash_entropy_threshold, _numbers(ddtree_tree_budget, "--ddtree-tree-budget"), block_size, eagle_depth,
-        eagle_top_k, eagle_total_tokens, whiflash_no_lazy_catchup,
+        _split(whiflash_router), whiflash_neural_router_path,
+        *_thresholds(whiflash_neural_router_threshold, whiflash_entropy_threshold),
+        _numbers(ddtree_tree_budget, "--ddtree-tree-budget"), block_size, eagle_depth, eagle_top_k, eagle_total_tokens,
+        whiflash_no_lazy_catchup,
     )  # fmt: skip
     _measure(
         flags, model_name_or_path, dtype, device, dataset, dataset_dir, max_samples, max_new_tokens, temperature, seed,
@@ -167,12 +179,50 @@ def sweep(
 
     flags = Flags(
         ALGORITHMS, draft_name_or_path, whiflash_eagle_draft, _split(whiflash_drafters), ROUTERS, None,
-        whiflash_neural_router_threshold, whiflash_entropy_threshold,
+        *_thresholds(whiflash_neural_router_threshold, whiflash_entropy_threshold),
         _numbers(ddtree_tree_budget, "--ddtree-tree-budget"),
     )  # fmt: skip
     _measure(
         flags, model_name_or_path, dtype, device, dataset, dataset_dir, max_samples, max_new_tokens, temperature, seed,
         output, phase_times, lenient=True,
+    )  # fmt: skip
+
+
+def calibrate(
+    target: Annotated[str, _option("Target: hub id, directory, or smollm2-135m.", METHODS, "--target", "-t")] = (
+        "smollm2-135m"
+    ),
+    drafters: Annotated[
+        list[str], _option("df-e3, ddt-e3 or df-ddt; several with commas.", METHODS, "--drafters", "-d")
+    ] = ["df-e3"],  # noqa: B006
+    dflash: Annotated[str | None, _option("DFlash checkpoint.", METHODS, "--dflash")] = None,
+    eagle3: Annotated[str | None, _option("EAGLE-3 checkpoint.", METHODS, "--eagle3")] = None,
+    router: Annotated[
+        str | None, _option("Neural router for the pair; what ships if left out.", METHODS, "--router")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    dataset: Datasets = ["demo"],  # noqa: B006
+    dataset_dir: DatasetDir = None,
+    max_samples: MaxSamples = 6,
+    max_new_tokens: MaxNew = 128,
+    seed: Annotated[int, _option("Of the prompts drawn.", RUN)] = 0,
+    latency_profile: Annotated[
+        Path | None, _option("Replay with the times of this profile, or calibration, of another machine.", RUN)
+    ] = None,
+    output: Annotated[
+        Path | None, _option("File of the calibration; in the cache, where auto looks, if left out.", RUN, "--output")
+    ] = None,
+) -> None:
+    """Find the threshold and the lengths of drafts that are fastest on this machine, for --threshold auto."""
+    from whiflash.evaluation.calibrate import Request
+    from whiflash.evaluation.calibrate import calibrate as run
+
+    run(
+        Request(
+            _split(drafters), _split(dataset), dataset_dir, max_samples, max_new_tokens, seed, target, dtype, device,
+            dflash, eagle3, router, latency_profile, output,
+        )
     )  # fmt: skip
 
 
@@ -206,6 +256,15 @@ def _split(values: Iterable[str] | None, read: Callable[[str], T] = str) -> tupl
     """Repeated options and comma-separated values as one tuple, each once."""
     parts = [part.strip() for value in values or () for part in value.split(",")]
     return tuple(dict.fromkeys(read(part) for part in parts if part))
+
+
+def _thresholds(neural: str | None, entropy: str | None) -> tuple[float | str | None, float | str | None]:
+    from whiflash.calibration import parse_threshold
+
+    return (
+        parse_threshold(neural, "--whiflash-neural-router-threshold"),
+        parse_threshold(entropy, "--whiflash-entropy-threshold"),
+    )
 
 
 def _numbers(values: list[str] | None, flag: str) -> tuple[int, ...]:

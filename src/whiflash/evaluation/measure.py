@@ -67,6 +67,10 @@ def measure(request: Request) -> Path:
         settings = benchmark.settings(
             request.protocol, prompts, list(models), target, vars(sources), machine, place.count
         ) | {"phase_times": request.phase_times}
+        # a calibration may be made anew before a run goes on
+        settings |= {
+            f"{m.name} ran as": methods.mode(model) for m, model in models.items() if isinstance(m.threshold, str)
+        }
         directory, total = request.output or RUNS / _name(settings), len(prompts) * len(models)
         with Results(directory, settings, place) as results:
             _announce(say, results, directory, total)

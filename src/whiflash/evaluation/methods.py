@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from whiflash.calibration import AUTO
 from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
@@ -26,8 +27,8 @@ class Flags:
     pairs: Sequence[str] = ()
     routers: Sequence[str] = ()
     router_path: str | None = None
-    neural_threshold: float | None = None
-    entropy_threshold: float | None = None
+    neural_threshold: float | str | None = None
+    entropy_threshold: float | str | None = None
     tree_budgets: Sequence[int] = ()
     block_size: int | None = None
     eagle_depth: int | None = None
@@ -43,7 +44,7 @@ class Method:
     name: str
     drafters: str
     router: str | None = None
-    threshold: float | None = None
+    threshold: float | str | None = None
     drafting: Drafting = field(default_factory=Drafting)
     lazy: bool = True
 
@@ -133,7 +134,7 @@ def _sources(flags: Flags) -> Sources:
 
 
 def _methods(flags: Flags) -> Iterator[Method]:
-    def drafting(budget: int) -> Drafting:
+    def drafting(budget: int | None) -> Drafting:
         given: dict[str, Any] = {
             "tree_budget": budget,
             "block_size": flags.block_size,
@@ -157,13 +158,16 @@ def _methods(flags: Flags) -> Iterator[Method]:
                 yield Method(f"DDTree {budget}", "ddt", drafting=drafting(budget))
         else:
             for pair, router in product(_pairs(flags), _routers(flags)):
-                for budget in budgets if "ddt" in pair else (TREE_BUDGET,):
+                threshold = flags.neural_threshold if router == "neural" else flags.entropy_threshold
+                # a calibration brings the budget along, unless one is asked for
+                calibrated = isinstance(threshold, str) and not flags.tree_budgets
+                for nodes in budgets if "ddt" in pair and not calibrated else (None,):
                     yield Method(
-                        f"WhiFlash-{router.capitalize()} {pair}{f' {budget}' if 'ddt' in pair else ''}",
+                        f"WhiFlash-{router.capitalize()} {pair}{f' {nodes or AUTO}' if 'ddt' in pair else ''}",
                         pair,
                         flags.router_path or router if router == "neural" else router,
-                        flags.neural_threshold if router == "neural" else flags.entropy_threshold,
-                        drafting(budget),
+                        threshold,
+                        drafting(nodes),
                         not flags.no_lazy_catchup,
                     )
 

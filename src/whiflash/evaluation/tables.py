@@ -102,6 +102,35 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
+def calibration_table(found: Figures) -> Table:
+    """One line a router and category: what was chosen, what it brings, and how close the closed form comes."""
+    first, second = found["pair"].split("-")
+    table = _table(
+        f"{found['pair']}, replayed: AR {found['plain_tokens_per_second']:.1f} tok/s", "threshold",
+        f"nodes of\n{first}, {second}", "tok/s", "AL", f"{second}\ndrafts", f"{first} alone\ntok/s",
+        f"{second} alone\ntok/s", "closed\nform", "knowing\nall, tok/s",
+    )  # fmt: skip
+    table.caption = f"{found['texts']} texts; nodes: drafted a round; closed form: its share of the best found"
+    for router, routed in found["routers"].items():
+        table.add_section()
+        table.add_row(f"[bold]{router}[/]")
+        if routed["held_out"] is not None:
+            table.caption += f"; {router} chosen on one half of them gets {routed['held_out']:.1%} on the other"
+        for category, f in routed["categories"].items():
+            table.add_row(
+                category,
+                f"{f['threshold']:g}",
+                ", ".join(str(f["lengths"][slot]) for slot in (first, second)),
+                number(f["tokens_per_second"], 1),
+                number(f["acceptance_length"]),
+                f"{f['second_share']:.0%}",
+                *(number(f["alone"][slot]["tokens_per_second"], 1) for slot in (first, second)),
+                f"{f['closed_form']['tokens_per_second'] / f['tokens_per_second']:.1%}",
+                number(f["oracle_tokens_per_second"], 1),
+            )
+    return table
+
+
 def _sections(table: Table, methods: Figures, categories: Sequence[str]) -> Iterator[tuple[str, Figures]]:
     """(name, figures) of every method, category after category; a line of its own names the category if several."""
     for category in categories:

@@ -1,0 +1,154 @@
+"""What a round costs on this machine: seconds per phase for every drafter and length of draft, measured or given."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from whiflash.decoding.session import PHASES, Session
+from whiflash.drafters.drafter import Drafter
+from whiflash.errors import WhiFlashError
+from whiflash.evaluation.benchmark import Progress
+from whiflash.routers.router import Router
+from whiflash.target.target import Target
+
+ROUNDS, WARM_UP = 12, 2
+# rows caught up at once, to tell what a row costs from what a catch-up costs
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """`fixed` seconds and seconds per `row`; a drafter leaves the last `behind` rows to its draft."""
+
+    fixed: float
+    row: float
+    behind: int = 0
+
+    def seconds(self, rows: np.ndarray) -> np.ndarray:
+        return np.where(rows > 0, self.fixed + self.row * rows, 0.0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """plain: phases of a round without a drafter. rounds[drafter][nodes besides the root]: those of a drafted round.
+
+    Seconds, medians. Catching up is told apart, since its cost depends on how long a drafter was not picked.
+    """
+
+    machine: dict[str, Any]
+    plain: dict[str, float]
+    rounds: dict[str, dict[int, dict[str, float]]]
+    catch_up: dict[str, CatchUp]
+
+    def seconds(self, drafter: str, length: int) -> float:
+        """A round's latency but for catching up."""
+        return sum(self.rounds[drafter][length].values())
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> "Profile":
+        """A profile as JSON, or the calibration that holds one."""
+        try:
+            found = json.loads(path.read_text("utf-8"))
+            found = found.get("profile", found)
+            profile = cls(
+                dict(found.get("machine", {})),
+                _phases(found["plain"]),
+                {name: {int(n): _phases(p) for n, p in rows.items()} for name, rows in found["rounds"].items()},
+                {name: CatchUp(**row) for name, row in found["catch_up"].items()},
+            )
+            numbers = [*profile.plain.values(), *(v for c in profile.catch_up.values() for v in (c.fixed, c.row))]
+            numbers += [s for rows in profile.rounds.values() for p in rows.values() for s in p.values()]
+            empty = not all(sum(p.values()) > 0 for rows in profile.rounds.values() for p in rows.values())
+            if empty or not all(isinstance(s, int | float) and 0 <= s < float("inf") for s in numbers):
+                raise ValueError("times must be numbers of at least 0 seconds, and a round must take some")
+            return profile
+        except OSError as error:
+            raise WhiFlashError(f"the latency profile {path} cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WhiFlashError(
+                f"{path} is no latency profile ({type(error).__name__}: {error}); expected what `whiflash calibrate` "
+                "writes: plain, rounds (drafter, length, phase) and catch_up, in seconds"
+            ) from error
+
+
+def _phases(given: Mapping[str, float]) -> dict[str, float]:
+    unknown = set(given) - set(PHASES)
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} is no phase of {', '.join(PHASES)}")
+    return dict(given)
+
+
+def measure(
+    target: Target,
+    build: Mapping[str, Callable[[int], Drafter]],
+    lengths: Mapping[str, Sequence[int]],
+    router: Router,
+    prompt: Sequence[int],
+    machine: Mapping[str, Any],
+    progress: Progress,
+) -> Profile:
+    """Real rounds of every drafter in every length, in turn, so that a slow moment of the machine hits them alike.
+
+    router is only run for its cost: there is one drafter to pick. It must pick slot 0.
+    """
+    shapes: list[tuple[str, int]] = [("", 0), *((name, n) for name in build for n in lengths[name])]
+    sessions = []
+    for name, length in shapes:
+        drafters = [build[name](length)] if name else []
+        room = len(prompt) + (ROUNDS + WARM_UP + 1) * (length + 1)
+        session = Session(target, drafters, router if drafters else None, timed=True, capacity=room)
+        session.prefill(prompt)
+        sessions.append(session)
+    catch_up = {}
+    for (name, _), session in zip(shapes, sessions, strict=True):
+        if name and name not in catch_up:
+            catch_up[name] = _catch_up(session)
+    times: list[list[dict[str, float]]] = [[] for _ in shapes]
+    for turn in range(WARM_UP + ROUNDS):
+        progress(turn, WARM_UP + ROUNDS, "timing rounds")
+        for (_, length), session, found in zip(shapes, sessions, times, strict=True):
+            if session.cache.length + length + 1 <= target.max_positions:
+                found.append(session.round().times)
+    progress(WARM_UP + ROUNDS, WARM_UP + ROUNDS, "timed")
+    if min(map(len, times)) <= WARM_UP:
+        raise WhiFlashError(f"{target.name} reads only {target.max_positions} tokens, too few to time a round")
+    middle = [{p: median(t[p] for t in found[WARM_UP:]) for p in PHASES} for found in times]
+    rounds: dict[str, dict[int, dict[str, float]]] = {name: {} for name in build}
+    for (name, length), phases in zip(shapes[1:], middle[1:], strict=True):
+        rounds[name][length] = {p: s for p, s in phases.items() if p != "catch_up"}
+    return Profile(dict(machine), middle[0], rounds, catch_up)
+
+
+@torch.inference_mode()
+def _catch_up(session: Session) -> CatchUp:
+    (drafter,), (state,) = session.drafters, session.states.values()
+    drafter.catch_up(state, session.log)
+    end = state.cursor
+
+    def seconds(rows: int) -> float:
+        found = []
+        for _ in range(5):
+            state.cache.truncate(end - rows)
+            started = time.perf_counter()
+            drafter.catch_up(state, session.log)
+            if session.timed:
+                torch.accelerator.synchronize()
+            found.append(time.perf_counter() - started)
+        return median(found)
+
+    many, behind = min(ROWS, end), session.log.length - end
+    if many < 2:
+        return CatchUp(seconds(1) if end else 0.0, 0.0, behind)
+    one, all_of_them = seconds(1), seconds(many)
+    row = max(all_of_them - one, 0.0) / (many - 1)
+    return CatchUp(max(one - row, 0.0), row, behind)
