@@ -18,6 +18,8 @@ from whiflash.decoding.session import Session
 from whiflash.model import WhiFlash
 from whiflash.routers.mlp import RouterMLP
 from whiflash.routers.neural import FORMAT
+from whiflash.target import embedded
+from whiflash.target.load import load_target
 from whiflash.terminal import STYLES, TARGET, Painter
 
 PROMPT = "Name a letter."
@@ -264,6 +266,23 @@ def test_chat_outlives_a_full_context_and_an_interrupt(run, models, monkeypatch)
     result = run("chat", *models, "-n", 30, stdin="Hello\nAnd then, what?\n")
     assert (result.code, result.out.count("tok/s")) == (0, 2)
     assert len(rounds) > 6 and len(set(map(id, rounds))) == 1
+
+
+def test_demo_compares_all_methods(run, saved, monkeypatch):
+    target = load_target(saved["target"])
+    target.name = embedded.NAME
+    monkeypatch.setattr("whiflash.demo.load_target", lambda progress: target)
+    for module in ("model", "demo"):
+        monkeypatch.setattr(f"whiflash.{module}.ASSETS", saved["dflash"].parent)
+    result = run("demo", "--max-new-tokens", 24)
+    assert result.code == 0
+    assert all(category in result.out for category in ("chat: ", "math: ", "coding: ", "agentic: "))
+    rows = [line for line in result.out.splitlines() if "same output ✓" in line]
+    assert [re.split(r"\W+", row)[1] for row in rows] == ["plain", "DFlash", "EAGLE", "WhiFlash"]
+    assert run("demo", "--max-new-tokens", 1).code == 2
+    monkeypatch.setattr("whiflash.demo._same", lambda outputs, name: name != "DFlash")
+    different = run("demo", "--max-new-tokens", 4)
+    assert (different.code, different.out.count("DIFFERENT ✗")) == (1, 1)
 
 
 def test_info_tells_kinds_apart(run, saved, tmp_path):

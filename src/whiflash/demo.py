@@ -5,6 +5,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
+from whiflash.errors import WhiFlashError
 from whiflash.model import ASSETS, Output, WhiFlash
 from whiflash.progress import bar
 from whiflash.target.load import load_target
@@ -20,6 +21,8 @@ PROMPTS = {
 
 def run(max_new_tokens: int, threshold: float | None) -> bool:
     """Print answers and the table; True if all outputs agree."""
+    if max_new_tokens < 2:
+        raise WhiFlashError(f"the demo compares speeds, which takes at least 2 tokens an answer, not {max_new_tokens}")
     console = Console(highlight=False)
     with bar("preparing the embedded target") as progress:
         target = load_target(progress=progress)
