@@ -253,3 +253,12 @@ def test_a_calibrated_budget_gives_way_to_one_that_is_asked_for():
 
     assert names() == ["WhiFlash-Entropy ddt-e3 auto"]
     assert names(tree_budgets=(32,)) == ["WhiFlash-Entropy ddt-e3 32"]
+
+
+def test_a_machine_where_plain_decoding_wins_is_told(kit, tmp_path, capsys):
+    costly = profile(tmp_path / "p.json", df=90.0, e3=90.0)
+    calibrate(request(kit, latency_profile=costly, output=tmp_path / "c.json"))
+    assert "plain decoding is faster here than any threshold" in capsys.readouterr().out
+    cheap = profile(tmp_path / "p.json", df=0.1, e3=0.1)
+    calibrate(request(kit, latency_profile=cheap, output=tmp_path / "c.json"))
+    assert "plain decoding is faster" not in capsys.readouterr().out

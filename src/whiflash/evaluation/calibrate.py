@@ -118,6 +118,8 @@ def calibrate(request: Request) -> list[Path]:
         path = request.output or calibration.default_path(target.fingerprint(), pair)
         write_atomic(path, json.dumps(found, indent=1) + "\n")
         console.print(tables.calibration_table(found))
+        if all(_best_speed(routed) < found["plain_tokens_per_second"] for routed in found["routers"].values()):
+            console.print(f"{pair}: plain decoding is faster here than any threshold: --drafters none")
         console.print(f"{pair}: written to {path}", markup=False, soft_wrap=True)
         written.append(path)
     return written
@@ -213,6 +215,10 @@ def _calibrate_pair(pair: str, bench: Bench, texts: Sequence[Text], profile: Pro
         "routers": routers,
         "profile": profile.as_json(),
     }
+
+
+def _best_speed(routed: Mapping[str, Any]) -> float:
+    return routed["categories"][calibration.OVERALL]["tokens_per_second"]
 
 
 def _open_lengths(lengths: Mapping[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int, ...]]:

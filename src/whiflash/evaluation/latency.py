@@ -18,7 +18,7 @@ from whiflash.evaluation.benchmark import Progress
 from whiflash.routers.router import Router
 from whiflash.target.target import Target
 
-ROUNDS, WARM_UP = 12, 2
+ROUNDS, WARM_UP = 20, 2
 # rows caught up at once, to tell what a row costs from what a catch-up costs
 ROWS = 64
 
