@@ -1,7 +1,7 @@
 """Speed against other implementations on the same weights, interleaved in one process; `make bench` runs it.
 
-Every prompt goes to every subject in turn, so that a noisy machine is noisy for all. Figures are end to end (prompt pass
-included), greedy, batch 1. A ratio is the quotient of the medians over all runs, with the range of its quartiles.
+Every prompt goes to every subject in turn, so that a noisy machine is noisy for all. Figures are end to end (prompt
+pass included), greedy, batch 1. A ratio is the quotient of the medians over all runs, with the range of its quartiles.
 """
 
 import statistics
