@@ -25,7 +25,7 @@ from whiflash.training.router import (
 )
 
 WIDTH = 12
-RECIPE = RouterRecipe(pairs=("df-e3",), inner_size=32, lr=5e-3, batch=64, epochs=80, patience=15)
+RECIPE = RouterRecipe(pairs=("df-e3",), inner_size=32, dropout=0.0, lr=5e-3, batch=64, epochs=80, patience=15)
 
 
 class FakeTarget:
@@ -131,10 +131,11 @@ def test_what_runs_is_what_was_trained(tmp_path):
     assert evaluate(router.network, held, ("df", "e3"), router.threshold) == config["scores"]
 
 
-def test_training_is_deterministic():
-    texts = measured(10)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_training_is_deterministic(dropout):
+    texts, recipe = measured(10), replace(RECIPE, dropout=dropout)
     x, y = torch.cat([t.signal for t in texts]), torch.cat([t.lengths["e3"] for t in texts]).float()
-    first, second = (fit(x, y, x[:50], y[:50], RECIPE) for _ in range(2))
+    first, second = (fit(x, y, x[:50], y[:50], recipe) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
@@ -186,6 +187,10 @@ def test_bad_input_gets_a_sentence(tmp_path):
         RouterRecipe(pairs=("e3-df",))
     with pytest.raises(WhiFlashError, match="at least 1"):
         RouterRecipe(tree_budget=0)
+    with pytest.raises(WhiFlashError, match="dropout"):
+        RouterRecipe(dropout=1.0)
+    with pytest.raises(WhiFlashError, match="at least 2"):
+        RouterRecipe(texts=1)
     with pytest.raises(WhiFlashError, match="not given: ddt"):
         train_router("ddt-e3", FakeTarget(), measured(4), measured(2), RECIPE, tmp_path)
     (tmp_path / "file").write_text("mine")

@@ -31,8 +31,9 @@ class RouterRecipe:
 
     `texts` caps the training texts (None: all), whose measuring costs about as much as answering them did. Without
     `full_head` they are measured with the EAGLE-3 head's vocabulary, a third of the cost; held-out ones never are.
-    The network has `inner_size` hidden units and trains with Adam until `patience` epochs bring no better validation
-    error, at most `epochs`.
+    The network has `inner_size` hidden units, of which training drops a share `dropout` (and of its inputs half that):
+    positions are many, but texts, which is what must be generalised over, are few. Adam trains it until `patience`
+    epochs bring no better validation error, at most `epochs`.
     """
 
     pairs: tuple[str, ...] = PAIRS
@@ -41,10 +42,11 @@ class RouterRecipe:
     texts: int | None = None
     full_head: bool = True
     inner_size: int = 256
-    lr: float = 5e-4
-    batch: int = 1024
+    dropout: float = 0.5
+    lr: float = 3e-4
+    batch: int = 512
     epochs: int = 60
-    patience: int = 6
+    patience: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,6 +55,8 @@ class RouterRecipe:
             raise WhiFlashError(f"pair {unknown[0] if unknown else ''!r} is not known; expected {', '.join(PAIRS)}")
         if min(self.chain, self.tree_budget, self.inner_size, self.batch, self.epochs, self.patience) < 1:
             raise WhiFlashError("chain, tree_budget, inner_size, batch, epochs and patience must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise WhiFlashError(f"dropout must lie in 0..1, got {self.dropout}")
         if self.texts is not None and self.texts < 2:
             raise WhiFlashError(f"texts must be at least 2, got {self.texts}")
 
@@ -140,13 +144,24 @@ def fit(
     mean, scale = x.mean(0), x.std(0).clamp_min(1e-4)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        network = RouterMLP(x.shape[1], recipe.inner_size).to(device)
+        network = _descend(x, y, x_validation, y_validation, mean, scale, recipe)
+    with torch.no_grad():  # the router reads hidden states as they are
+        network.fc1.weight.div_(scale)
+        network.fc1.bias.sub_(network.fc1.weight @ mean)
+    return network.cpu().requires_grad_(False)
+
+
+def _descend(
+    x: Tensor, y: Tensor, x_validation: Tensor, y_validation: Tensor, mean: Tensor, scale: Tensor, recipe: RouterRecipe
+) -> RouterMLP:
+    network = RouterMLP(x.shape[1], recipe.inner_size).to(x.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
-    order = torch.Generator().manual_seed(recipe.seed)
     best, best_error, waited = copy.deepcopy(network.state_dict()), math.inf, 0
     for _ in range(recipe.epochs):
-        for batch in torch.randperm(len(x), generator=order).to(device).split(recipe.batch):
-            loss = F.mse_loss(network((x[batch] - mean) / scale), y[batch])
+        for batch in torch.randperm(len(x), device=x.device).split(recipe.batch):
+            read = F.dropout((x[batch] - mean) / scale, recipe.dropout / 2)
+            hidden = F.dropout(F.gelu(network.fc1(read)), recipe.dropout)
+            loss = F.mse_loss(network.fc2(hidden).squeeze(-1), y[batch])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -158,10 +173,7 @@ def fit(
         if waited >= recipe.patience:
             break
     network.load_state_dict(best)
-    with torch.no_grad():  # the router reads hidden states as they are
-        network.fc1.weight.div_(scale)
-        network.fc1.bias.sub_(network.fc1.weight @ mean)
-    return network.cpu().requires_grad_(False)
+    return network
 
 
 def predict(network: RouterMLP, text: Measured) -> Tensor:
