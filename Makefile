@@ -20,10 +20,10 @@ demo: $(VENV)/.demo
 	$(BIN)/whiflash demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 test-full: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m ""
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m ""
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
