@@ -111,12 +111,18 @@ def test_a_backlog_is_bounded(toy):
         )
 
 
-def test_the_log_forgets_what_all_have_read(toy):
-    session = toy.mode("df-e3/entropy", lazy=False)
-    session.log = FeatureLog(session.log.taps, toys.WIDTH, torch.float32, torch.device("cpu"), capacity=16)
-    assert decode(session, PROMPT, 200) == decode(toy.mode("df-e3/entropy"), PROMPT, 200)
-    assert session.log.first > 150
-    assert session.log._rows.shape[0] <= 32
+def test_the_log_forgets_what_all_have_read_and_nothing_else(toy):
+    session = toy.mode("df-e3/entropy", backlog=8)
+    session.log = log = FeatureLog(session.log.taps, toys.WIDTH, torch.float32, torch.device("cpu"), capacity=16)
+    tokens = decode(session, PROMPT, 100)
+    assert tokens == decode(toy.mode("df-e3/entropy"), PROMPT, 100)
+    assert log._rows.shape[0] <= 32
+    assert log.first > 60
+    _, features = toy.target.network(torch.tensor([PROMPT + tokens])[:, : log.length], taps=log.taps)
+    held = log.features(log.taps, log.first, log.length)
+    torch.testing.assert_close(held, features[:, log.first :], atol=1e-4, rtol=1e-4)
+    with pytest.raises(IndexError, match="not all held"):
+        log.features(log.taps, log.first - 1, log.length)
 
 
 class AsTree:
