@@ -212,6 +212,8 @@ def test_standard_input_that_is_no_text(run, models):
     result = run("generate", "-", *models, stdin=b"\xff\xfe\xfa")
     assert (result.code, result.err) == (2, "error: standard input is not utf-8 text (invalid start byte)\n")
     assert "the prompt is empty" in run("generate", "-", *models).err
+    result = run("chat", *models, stdin=b"\xff\xfe\n")
+    assert result.code == 2 and result.err.startswith("error: standard input is not text")
 
 
 def test_usage_errors_end_in_2_as_well(run, models):

@@ -19,6 +19,8 @@ def converse(model: WhiFlash, system: str | None = None, color: bool = False, **
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
+        except UnicodeDecodeError as error:
+            raise WhiFlashError(f"standard input is not text ({error})") from error
         if text in ("/exit", "/quit"):
             return
         if text == "/reset":
