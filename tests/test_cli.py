@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -313,7 +314,9 @@ def test_an_interrupt_keeps_what_had_come(models, tmp_path):
     trace = tmp_path / "trace.jsonl"
     command = [sys.executable, "-c", "from whiflash.cli import main; main()", "generate", PROMPT, *map(str, models)]
     command += ["-n", "4000", "--ignore-eos", "--trace", str(trace)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # a test run in the background of a shell ignores interrupts, and so would its children
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
         began = process.stdout.read(40)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=120)

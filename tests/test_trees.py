@@ -166,3 +166,16 @@ def test_a_chain_is_a_tree_of_width_one():
 def test_shapes_that_cannot_be(toy, build, sentence):
     with pytest.raises(WhiFlashError, match=sentence):
         build(toy)
+
+
+def test_drafting_twice_from_one_root_is_drafting_once(toy, session):
+    """A draft leaves nothing behind that the next one sees."""
+    for drafter in (Eagle3Drafter(toy.eagle3, 4), Eagle3Drafter(toy.eagle3, 4, 4), DDTreeDrafter(toy.dflash, 7)):
+        with torch.inference_mode():
+            first, second = (drafter.draft(state(session, drafter.model), session.log, None) for _ in range(2))
+        assert torch.equal(first.tokens, second.tokens)
+        assert torch.equal(first.parents, second.parents)
+        rows = state(session, drafter.model).cache.rows[..., : session.log.length, :].clone()
+        with torch.inference_mode():
+            drafter.draft(state(session, drafter.model), session.log, None)
+        assert torch.equal(rows, state(session, drafter.model).cache.rows[..., : session.log.length, :])

@@ -222,6 +222,7 @@ class Eagle3Drafter:
     def draft(self, state: DraftState, log: FeatureLog, choose: Choose | None) -> Draft:
         last = log.length - 1
         state.cache.reserve(log.length + self.depth * self.top_k)
+        state.cache.truncate(last)  # a second draft from the same root must not see the first one's row of it
         x = self.model.fuse(log.features(self.model.taps, last, last + 1))
         root = log.tokens[None, last + 1 : last + 2]
         y = self.model(x, root, torch.tensor([last], device=root.device), state.cache)
