@@ -1,7 +1,8 @@
 """Batched generation where every sequence has a length of its own.
 
-A fixed number of slots decode in lockstep, one token a step; a slot whose answer ended takes the next job at once. The
-batch never changes shape, so an answer does not depend on which answers it shares the batch with.
+A fixed number of slots decode in lockstep, one token a step; a slot whose answer ended takes the next job at once, and
+when jobs run out the batch shrinks. An answer depends on what shares its batch only as far as matrix products round
+differently for another number of rows, which our own kernel does not.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,6 +64,11 @@ class SlotCache(KVCache):
         rows[..., : self.capacity, :] = self.rows
         self.rows = rows
 
+    def keep(self, slots: list[int]) -> None:
+        """Forget all but these slots, which are numbered anew."""
+        self.rows = self.rows[:, :, slots]
+        self.lengths = [self.lengths[slot] for slot in slots]
+
     def load(self, slot: int, cache: KVCache) -> None:
         """Make `slot` hold the committed rows of a cache of one sequence."""
         self.reserve(cache.length + 1)
@@ -123,6 +129,7 @@ def generate(
             turn += 1
         if not engine.busy:
             return
+        engine.compact()
         engine.step(done)
 
 
@@ -146,6 +153,13 @@ class _Engine:
 
     def free(self) -> list[int]:
         return [i for i, slot in enumerate(self.slots) if slot is None]
+
+    def compact(self) -> None:
+        """Drop idle slots once they are half of all: rows cost time, whether they decode something or not."""
+        kept = [i for i, slot in enumerate(self.slots) if slot is not None]
+        if self.cache is not None and 2 * len(kept) <= len(self.slots):
+            self.cache.keep(kept)
+            self.slots = [self.slots[i] for i in kept]
 
     def start(self, place: int, number: int, job: Job, done: dict[int, list[int]]) -> bool:
         """Prefill a job into a free slot; False if its first token already ended it."""
