@@ -65,7 +65,9 @@ def test_every_course_of_three_tokens(toy, mode, sampling):
 
 
 def survival(statistic: float, freedom: int) -> float:
-    """Probability of a χ² at least this large."""
+    """Probability of a χ² at least this large; with one class there is nothing to miss."""
+    if freedom == 0:
+        return 1.0
     return float(torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2).double()))
 
 
@@ -97,8 +99,9 @@ def fit(toy: Toy, answer: list[int], sampling: Sampling, seed: int) -> float:
     own = probs.gather(1, tokens[:, None])
     if not bool((own > 0).all()):
         return 0.0  # a token that these settings rule out
+    own_random = torch.Generator().manual_seed(1_000_003 + seed)  # not the numbers the answer was drawn with
     before = torch.where(probs > own, probs, 0).sum(1)
-    place = before + own[:, 0] * torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    place = before + own[:, 0] * torch.rand(count, generator=own_random, dtype=torch.float64)
     return p_value(place.clamp_max(1 - 1e-9).mul(12).long().bincount(minlength=12), torch.full((12,), count / 12))
 
 

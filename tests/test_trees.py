@@ -94,6 +94,30 @@ def state(session, model) -> DraftState:
     return session.states[id(model)]
 
 
+def test_drafters_place_every_row_where_the_design_says(toy, session):
+    """With the root at position s: DFlash's slots lie at s..s+B-1; EAGLE-3's row p joins feature p with token p+1.
+
+    Both from scratch, without caches that catching up has filled.
+    """
+    log, s = session.log, session.log.length
+    with torch.inference_mode():
+        model, cache = toy.dflash, toy.dflash.new_cache(s + 4)
+        model.write_context(log.features(model.taps, 0, s), torch.arange(s), cache)
+        cache.advance(s)
+        block = torch.tensor([[int(log.tokens[s]), *[model.config.mask_token_id] * 3]])
+        wanted = model.logits(model(block, torch.arange(s, s + 4), cache)[0, 1:])
+        got = DDTreeDrafter(model, 4).block_logits(state(session, model), log)
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+        head, last = toy.eagle3, {}
+        for shift in (0, 1):
+            x, tokens = head.fuse(log.features(head.taps, 0, s)), log.tokens[None, 1 : s + 1]
+            y = head(x, tokens, torch.arange(s) * (1 + shift), head.new_cache(s))
+            last[shift] = head.logits(y)[0, -1]
+        got = after(Eagle3Drafter(head), state(session, head), log, ())
+    torch.testing.assert_close(got, last[0], atol=1e-4, rtol=1e-4)
+    assert (got - last[1]).abs().max() > 1e-2, "positions make no difference: this test would prove little"
+
+
 @pytest.mark.parametrize("budget", [1, 3, 7, 16, 40])
 def test_ddtree_drafts_a_sound_tree(toy, session, budget):
     drafter = DDTreeDrafter(toy.dflash, budget)
