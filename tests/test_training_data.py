@@ -163,7 +163,7 @@ def test_a_stopped_run_goes_on_to_the_same_file(target, tmp_path):
 
 @pytest.mark.slow
 def test_kill_at_random_moments(target, tmp_path):
-    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [f"{i} {text}" for i in range(5) for text in TEXTS])
     make_data(target, tmp_path / "plain.jsonl", RECIPE, [prompts])
     script = tmp_path / "run.py"
     script.write_text(
@@ -192,7 +192,7 @@ def test_kill_at_random_moments(target, tmp_path):
         run.wait()
         run.stdout.close()
         kills += not finished
-    assert kills == 10
+    assert kills > 4, "it may finish early, for it runs ahead of what is read from it"
     for name in ("jsonl", "questions.jsonl"):
         assert (tmp_path / f"out.{name}").read_bytes() == (tmp_path / f"plain.{name}").read_bytes()
 

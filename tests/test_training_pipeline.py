@@ -241,7 +241,7 @@ def test_kill_at_random_moments(work, tmp_path):
         run.wait()
         run.stderr.close()
         kills += not finished
-    assert kills == 10
+    assert kills > 4, "it may finish early, for it runs ahead of what is read from it"
     for file in sorted((directory / "out").rglob("*.safetensors")):
         assert (tmp_path / "out" / file.relative_to(directory / "out")).read_bytes() == file.read_bytes(), file
     assert (tmp_path / "out/work/answers.jsonl").read_bytes() == (directory / "out/work/answers.jsonl").read_bytes()
