@@ -309,6 +309,30 @@ def test_info_tells_kinds_apart(run, saved, tmp_path):
     assert run("info", tmp_path).code == 2
 
 
+def test_an_interrupt_between_rounds_loses_no_token(run, models, saved, monkeypatch):
+    """Ctrl-C just after the third round took its tokens, before anything of it was shown."""
+    original, rounds = Session.round, []
+
+    def interrupted(session, take=None):
+        rounds.append(original(session, take))
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+        return rounds[-1]
+
+    monkeypatch.setattr(Session, "round", interrupted)
+    shown = []
+    for flags in ([], ["--color"], ["--json"]):
+        rounds.clear()
+        result = run("generate", PROMPT, *models, "--ignore-eos", *flags)
+        assert result.code == 130
+        shown.append(uncoloured(result.out))
+    told = json.loads(shown[2])
+    assert told["finish_reason"] == "interrupted"
+    assert told["tokens"][1:] == [t for r in rounds for t in r.tokens]
+    assert shown[0] == told["text"] + "\n"
+    assert shown[1].startswith(shown[0] + "drafted by")
+
+
 def test_an_interrupt_keeps_what_had_come(models, tmp_path):
     """Ctrl-C in mid-stream: the text so far, its trace and its figures, and exit code 130."""
     trace = tmp_path / "trace.jsonl"

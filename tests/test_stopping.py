@@ -241,7 +241,8 @@ def test_pieces_are_the_text_whatever_the_bytes(speller, data):
         assert answer.take(tokens[at : at + size]) <= size
         at += size
         pieces.append(answer.piece())
-    pieces.append(answer.close("length"))
+    answer.end("length")
+    pieces.append(answer.piece())
     text = speller.decode(answer.tokens)
     cuts = [text.index(s) for s in stops if s in text]
     assert "".join(pieces) == answer.text == (text[: min(cuts)] if cuts else text)

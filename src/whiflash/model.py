@@ -253,7 +253,7 @@ class Stream:
     def interrupt(self) -> Piece:
         """End the answer now; returns what was held back."""
         self._pieces.close()  # type: ignore[attr-defined]
-        self._answer.close("interrupted")
+        self._answer.end("interrupted")
         return self._piece()
 
     def output(self) -> Output:

@@ -30,7 +30,8 @@ class Painter:
                 yield self._answer.piece(), slot if index < drafted else TARGET
 
     def rest(self) -> tuple[str, str]:
-        return self._answer.close("end"), TARGET
+        self._answer.end("end")
+        return self._answer.piece(), TARGET
 
 
 def print_painted(console: Console, spans: Iterable[tuple[str, str]]) -> None:

@@ -66,10 +66,9 @@ class Answer:
         self.text += piece
         return piece
 
-    def close(self, reason: str) -> str:
-        """End the answer from outside (an interrupt); returns what was held back."""
+    def end(self, reason: str) -> None:
+        """End the answer from outside (an interrupt); the next piece is all that was held back."""
         self.finish_reason = self.finish_reason or reason
-        return self.piece()
 
     def _full(self) -> str:
         """Decoded text of all tokens, decoding only a window of recent ones again."""
