@@ -105,7 +105,7 @@ def fit(toy: Toy, answer: list[int], sampling: Sampling, seed: int) -> float:
     return p_value(place.clamp_max(1 - 1e-9).mul(12).long().bincount(minlength=12), torch.full((12,), count / 12))
 
 
-def long_run(toy: Toy, mode: str, sampling: Sampling, count: int = 300, seed: int = 0) -> float:
+def long_run(toy: Toy, mode: str, sampling: Sampling, count: int = 200, seed: int = 0) -> float:
     return fit(toy, decode(toy.mode(mode), PROMPT, count, settings(sampling, seed))[:count], sampling, seed)
 
 
@@ -136,7 +136,7 @@ def starts(toy: Toy, mode: str, sampling: Sampling, count: int) -> float:
 
 @pytest.mark.parametrize("mode", ["e3", "ddt-e3/entropy"])
 def test_the_first_two_tokens_follow_the_target(toy, mode):
-    assert starts(toy, mode, Sampling(1.0), 300) > 1e-4
+    assert starts(toy, mode, Sampling(1.0), 200) > 1e-4
 
 
 @pytest.mark.slow
@@ -155,8 +155,8 @@ def test_the_samples_would_notice(toy, monkeypatch):
     """Power: a verification without the sampling parameters, and one that keeps every draft, fail the tests above."""
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "probabilities", lambda self, logits: logits.softmax(-1))
-        answer = decode(toy.mode("e3"), PROMPT, 300, sampler(0))
+        answer = decode(toy.mode("e3"), PROMPT, 200, sampler(0))
     assert fit(toy, answer, Sampling(0.3), 0) < 1e-4
     monkeypatch.setattr(rejection, "_reject", everything_kept)
     assert long_run(toy, "df", Sampling(1.0)) < 1e-4
-    assert starts(toy, "df", Sampling(1.0), 300) < 1e-4
+    assert starts(toy, "df", Sampling(1.0), 200) < 1e-4
