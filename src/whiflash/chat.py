@@ -34,11 +34,11 @@ def converse(model: WhiFlash, system: str | None = None, color: bool = False, **
         except WhiFlashError as error:
             # most likely the context is full; the conversation so far stays usable after /reset
             messages.pop()
-            console.print(f"error: {error}", style="red", markup=False)
+            console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             continue
         show(stream, model.target, console, color)
         out = stream.output()
-        console.print(summary(out.stats), style="dim")
+        console.print(summary(out.stats), style="dim", soft_wrap=True)
         messages.append({"role": "assistant", "content": out.text})
 
 
