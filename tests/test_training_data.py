@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig
 
 import tiny
@@ -17,6 +18,8 @@ import tiny_training as setup
 from fake_cuda import CUDA, fake_cuda, on_cuda
 from whiflash import journal
 from whiflash.errors import WhiFlashError
+from whiflash.nn import kernel
+from whiflash.nn.cache import KVCache
 from whiflash.target.config import TargetConfig
 from whiflash.target.decoder import Decoder
 from whiflash.target.load import load_target
@@ -55,7 +58,9 @@ def write_prompts(path, texts=TEXTS):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 24})], ids=lambda v: str(v)
+    ("family", "options"),
+    [("llama", {}), ("llama", {"head_dim": 32}), ("qwen3", {}), ("mistral", {"sliding_window": 24})],
+    ids=lambda v: str(v),
 )
 def test_slots_answer_as_one_sequence_does(tmp_path, family, options):
     target = load_target(tiny.build(tmp_path / family, family, **options))
@@ -104,6 +109,7 @@ def test_noise_picks_by_the_distribution():
 
 def test_a_slot_never_sees_another_or_its_predecessor(target):
     cache = SlotCache(target.network.new_cache(8), 3)
+    cache.library = None
     cache.lengths = [2, 0, 70]
     cache.commit()
     assert cache.length == 128, "lengths are rounded up"
@@ -112,6 +118,23 @@ def test_a_slot_never_sees_another_or_its_predecessor(target):
     assert all(row[: int(row.sum())].all() for row in seen)
     windowed = cache.mask(1, window=2)[:, 0, 0] == 0
     assert [row.nonzero().flatten().tolist() for row in windowed] == [[1, 2], [0], [69, 70]]
+
+
+@pytest.mark.skipif(kernel.load() is None, reason="no C compiler")
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+def test_the_kernel_attends_to_each_slots_own_rows(dtype, off):
+    torch.manual_seed(0)
+    cache = SlotCache(KVCache(1, 3, 64, 8, dtype, "cpu"), 4)
+    cache.lengths = [5, 0, 150, 63]
+    cache.commit()
+    cache.rows.normal_()
+    q, k, v = (torch.randn(4, heads, 1, 64, dtype=dtype) for heads in (9, 3, 3))
+    keys, values = cache.append(0, k, v)
+    out = cache.attend(q, keys, values, cache.mask(1))
+    for slot, length in enumerate(cache.lengths):
+        seen = [t[slot : slot + 1, :, : length + 1].double() for t in (keys, values)]
+        exact = F.scaled_dot_product_attention(q[slot : slot + 1].double(), *seen, enable_gqa=True)
+        torch.testing.assert_close(out[slot : slot + 1].double(), exact, rtol=0, atol=off)
 
 
 def test_the_same_seed_writes_the_same_file(target, tmp_path):

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tiny_training as setup
+from whiflash.nn.cache import additive
+from whiflash.nn.layers import _explicit_attention
 from whiflash.training import dflash, eagle3
 from whiflash.training.dflash import block_mask, blocks, new_drafter
 from whiflash.training.eagle3 import new_head, unroll
@@ -92,3 +95,21 @@ def test_losses_have_gradients_everywhere(target, head, drafter):
         trainee.loss(text, random).backward()
         for name, parameter in trainee.module.named_parameters():
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_attention_in_training_is_attention_with_its_gradients():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, rows, 16) for heads, rows in ((6, 5), (2, 9), (2, 9)))
+    mask = additive(torch.rand(5, 9) < 0.7, q.dtype)
+    mask[:, 0] = 0
+    out = []
+    for grouped in (
+        _explicit_attention,
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True),
+    ):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = grouped(*leaves, mask)
+        y.square().sum().backward()
+        out.append((y.detach(), *(t.grad for t in leaves)))
+    for mine, theirs in zip(*out, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -16,7 +16,10 @@ enum { LANES = 8, VECTORS = 2, MOST_ROWS = 6 };
 enum { PANEL = LANES * VECTORS, AHEAD = 64 * PANEL };
 
 typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+typedef float half_vector __attribute__((vector_size(LANES / 2 * sizeof(float)), aligned(4), may_alias));
+typedef float quarter_vector __attribute__((vector_size(LANES / 4 * sizeof(float)), aligned(4), may_alias));
 typedef int integers __attribute__((vector_size(LANES * sizeof(int))));
+typedef unsigned short shorts __attribute__((vector_size(LANES * sizeof(short)), aligned(2), may_alias));
 
 int omp_get_thread_num(void);
 
@@ -94,9 +97,17 @@ void matmul(const float *x, const float *panels, float *y, long rows, long input
 }
 
 static inline float total(vector v) {
+    const half_vector half = ((half_vector *)&v)[0] + ((half_vector *)&v)[1];
+    const quarter_vector quarter = ((quarter_vector *)&half)[0] + ((quarter_vector *)&half)[1];
     float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += v[i];
+    for (int i = 0; i < LANES / 4; i++) sum += quarter[i];
     return sum;
+}
+
+/* LANES values from p[i] on, which are float32, or bfloat16 with `half`. */
+static inline vector at(const void *p, long i, const int half) {
+    if (!half) return *(const vector *)((const float *)p + i);
+    return (vector)(__builtin_convertvector(*(const shorts *)((const short *)p + i), integers) << 16);
 }
 
 /* eˣ within an ulp or two: 2ⁿ times a polynomial on [-ln2/2, ln2/2]; 0 below -87 (so for -inf), capped above 88. */
@@ -139,9 +150,10 @@ static void rotate(float *x, const float *cosine, const float *sine, long dim) {
     }
 }
 
-/* One query over `keys` rows of k and v: softmax of scale·q·k + mask. scores has room for keys + LANES. */
-static void attend(const float *q, const float *k, const float *v, const float *mask, float *y, float *scores, long keys,
-                   long dim, float scale) {
+/* One query over `keys` rows of k and v, read by `at`: softmax of scale·q·k + mask. scores has room for keys + LANES. */
+static inline __attribute__((always_inline)) void attend(const float *q, const void *k, const void *v, const int half,
+                                                         const float *mask, float *y, float *scores, long keys, long dim,
+                                                         float scale) {
     float most = -INFINITY;
     for (long j = 0; j < keys; j++) {
         if (mask && mask[j] == -INFINITY) {
@@ -149,7 +161,7 @@ static void attend(const float *q, const float *k, const float *v, const float *
             continue;
         }
         vector sum = {0};
-        for (long i = 0; i < dim; i += LANES) sum += *(const vector *)(q + i) * *(const vector *)(k + j * dim + i);
+        for (long i = 0; i < dim; i += LANES) sum += *(const vector *)(q + i) * at(k, j * dim + i, half);
         scores[j] = total(sum) * scale + (mask ? mask[j] : 0.0f);
         if (scores[j] > most) most = scores[j];
     }
@@ -164,9 +176,29 @@ static void attend(const float *q, const float *k, const float *v, const float *
     memset(y, 0, dim * sizeof(float));
     for (long i = 0; i < dim; i += LANES) {
         vector sum = {0};
-        for (long j = 0; j < keys; j++) sum += scores[j] * *(const vector *)(v + j * dim + i);
+        for (long j = 0; j < keys; j++) sum += scores[j] * at(v, j * dim + i, half);
         *(vector *)(y + i) = sum * inverse;
     }
+}
+
+/* One query of each of many sequences: q and y [slots, heads, dim] over the first lengths[s] rows of slot s in keys and
+   values [slots, kv_heads, capacity, dim]; scores [threads, capacity + LANES]. */
+void attend_slots(const float *q, const void *keys, const void *values, int half, const long *lengths, float *y,
+                  long slots, long heads, long kv_heads, long capacity, long dim, float *scores, int threads) {
+    const long group = heads / kv_heads, bytes = half ? 2 : 4;
+    const float scale = 1.0f / sqrtf((float)dim);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) collapse(2)
+    for (long s = 0; s < slots; s++)
+        for (long h = 0; h < kv_heads; h++) {
+            const long first = (s * kv_heads + h) * capacity * dim * bytes;
+            const void *k = (const char *)keys + first, *v = (const char *)values + first;
+            float *own = scores + omp_get_thread_num() * (capacity + LANES);
+            for (long i = (s * kv_heads + h) * group; i < (s * kv_heads + h + 1) * group; i++)
+                if (half)
+                    attend(q + i * dim, k, v, 1, NULL, y + i * dim, own, lengths[s], dim, scale);
+                else
+                    attend(q + i * dim, k, v, 0, NULL, y + i * dim, own, lengths[s], dim, scale);
+        }
 }
 
 struct layer {
@@ -237,7 +269,7 @@ void layer_forward(const struct layer *l, const float *x, const float *residual,
         for (long h = 0; h < l->heads; h++)
             for (long r = 0; r < rows; r++) {
                 const long kv = h / (l->heads / l->kv_heads) * capacity * dim;
-                attend(qkv + (r * heads + h) * dim, keys + kv, values + kv, mask ? mask + r * all : NULL,
+                attend(qkv + (r * heads + h) * dim, keys + kv, values + kv, 0, mask ? mask + r * all : NULL,
                        attended + (r * l->heads + h) * dim, scores + omp_get_thread_num() * (all + LANES),
                        causal ? past + r + 1 : all, dim, 1.0f / sqrtf((float)dim));
             }

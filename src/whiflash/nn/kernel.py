@@ -92,7 +92,8 @@ def load() -> ctypes.CDLL | None:
     library.matmul.argtypes = [pointer] * 3 + [count] * 3 + [flag]
     library.scratch_size.argtypes = [pointer, count, count, flag]
     library.layer_forward.argtypes = [pointer] * 8 + [count] * 3 + [pointer, flag, pointer, flag]
-    library.matmul.restype = library.layer_forward.restype = None
+    library.attend_slots.argtypes = [pointer] * 3 + [flag] + [pointer] * 2 + [count] * 5 + [pointer, flag]
+    library.attend_slots.restype = library.matmul.restype = library.layer_forward.restype = None
     library.scratch_size.restype = count
     return library
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from whiflash.nn import kernel
 from whiflash.nn.cache import KVCache, additive
 from whiflash.target.decoder import Decoder
 from whiflash.target.target import Target
@@ -39,6 +40,9 @@ class SlotCache(KVCache):
         layers, _, _, kv_heads, capacity, head_dim = like.rows.shape
         self.rows = like.rows.new_zeros(layers, 2, slots, kv_heads, capacity, head_dim)
         self.lengths = [0] * slots
+        library = kernel.load() if self.rows.device.type == "cpu" else None
+        fits = self.rows.dtype in (torch.float32, torch.bfloat16) and library and head_dim % library.lanes() == 0
+        self.library = library if fits else None
         self.commit()
 
     @property
@@ -48,6 +52,7 @@ class SlotCache(KVCache):
     def commit(self) -> None:
         """Bring the tensors that `append` and `mask` use up to date with `lengths`; once a step."""
         self.index = torch.tensor(self.lengths, device=self.rows.device)
+        self.seen = self.index + 1
         self._end = -(-(max(self.lengths) + 1) // ROUND) * ROUND
         self.reserve(self._end)
         # where each slot's and head's new row lies among all rows of a layer
@@ -81,11 +86,26 @@ class SlotCache(KVCache):
             rows.view(-1, rows.shape[-1]).index_copy_(0, self._new, new.reshape(-1, rows.shape[-1]))
         return keys[:, :, : self._end], values[:, :, : self._end]
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Each slot over its own rows, however many others have."""
+        if mask is not None or self.library is None:
+            return None
+        slots, heads, _, dim = q.shape
+        query, out, threads = q.float().contiguous(), q.new_empty(q.shape, dtype=torch.float32), torch.get_num_threads()
+        scores = query.new_empty(threads * (self.capacity + self.library.lanes()))
+        self.library.attend_slots(
+            query.data_ptr(), k.data_ptr(), v.data_ptr(), k.dtype == torch.bfloat16, self.seen.data_ptr(),
+            out.data_ptr(), slots, heads, k.shape[1], self.capacity, dim, scores.data_ptr(), threads,
+        )  # fmt: skip
+        return out.to(q.dtype)
+
     def mask(
         self, rows: int, tree: Tensor | None = None, window: int | None = None, positions: Tensor | None = None
-    ) -> Tensor:
-        """Additive mask [slots, 1, 1, keys]: a slot sees its own rows and the new one."""
+    ) -> Tensor | None:
+        """Additive mask [slots, 1, 1, keys]: a slot sees its own rows and the new one; None if `attend` can do."""
         assert rows == 1 and tree is None, "slots decode one token a step"
+        if window is None and self.library is not None:
+            return None
         keys = torch.arange(self._end, device=self.rows.device)
         seen = keys <= self.index[:, None]
         if window is not None:
@@ -223,7 +243,7 @@ class _Engine:
     @staticmethod
     def _pick(logits: Tensor, slots: Sequence[_Slot | None]) -> list[int]:
         """The next token of each slot: argmax, or where its own random number falls in the distribution."""
-        tokens = logits.argmax(-1)
+        tokens = logits.float().argmax(-1)  # argmax of bfloat16 is slow on CPU
         drawn = [i for i, slot in enumerate(slots) if slot is not None and slot.noise is not None]
         if drawn:
             chosen = [slots[i] for i in drawn]
