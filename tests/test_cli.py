@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from whiflash import cli
+import whiflash
+from whiflash import __version__, cli
 from whiflash.decoding.session import Session
+from whiflash.errors import WhiFlashError
 from whiflash.model import WhiFlash
 from whiflash.routers.mlp import RouterMLP
 from whiflash.routers.neural import FORMAT
@@ -215,6 +217,24 @@ def test_standard_input_that_is_no_text(run, models):
     assert "the prompt is empty" in run("generate", "-", *models).err
     result = run("chat", *models, stdin=b"\xff\xfe\n")
     assert result.code == 2 and result.err.startswith("error: standard input is not text")
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "generate --help", "bench --help", "train data --help"])
+def test_help_waits_for_no_model_library(arguments):
+    """In a fresh interpreter: what prints help needs neither torch nor transformers, which take seconds to import."""
+    script = "import atexit, sys; atexit.register(lambda: print(*sys.modules)); from whiflash.cli import main; main()"
+    told = subprocess.run([sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    shown, modules = told.stdout.rstrip("\n").rsplit("\n", 1)
+    assert not {"torch", "transformers", "numpy", "safetensors", "huggingface_hub"} & set(modules.split())
+    assert "whiflash.cli" in modules and (__version__ if arguments == "--version" else "Usage: ") in shown
+
+
+def test_the_package_gives_its_names_on_first_use():
+    assert set(whiflash.__all__) <= set(dir(whiflash))
+    assert whiflash.WhiFlash is WhiFlash and whiflash.WhiFlashError is WhiFlashError
+    with pytest.raises(AttributeError, match="no attribute 'WiFlash'"):
+        _ = whiflash.WiFlash
 
 
 def test_usage_errors_end_in_2_as_well(run, models):

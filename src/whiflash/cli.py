@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from whiflash import __version__
 from whiflash import options as o
 from whiflash.errors import WhiFlashError
 from whiflash.evaluation import commands as evaluation
@@ -41,6 +42,21 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"whiflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _first(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Holds the options that stand before any command."""
 
 
 def _load(**given: Any) -> "WhiFlash":
