@@ -25,7 +25,7 @@ from whiflash.training.acceptance import Drafters, measure
 from whiflash.training.commands import app
 from whiflash.training.features import Online, read_texts
 from whiflash.training.loop import read_weights
-from whiflash.training.pipeline import budget, train_all
+from whiflash.training.pipeline import budget, prepare_texts, train_all
 from whiflash.training.recipe import Recipe, TextRecipe, load_recipe, shipped
 from whiflash.training.router import predict, walk
 
@@ -119,6 +119,25 @@ def test_everything_is_there_and_loads(work):
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary["drafters"]) == {"eagle3", "dflash"} and set(summary["routers"]) == {"df-e3", "ddt-e3", "df-ddt"}
     assert not [f for f in out.rglob("*") if f.name.endswith(".tmp")]
+
+
+def test_routers_learn_from_texts_that_no_drafter_saw(work, tmp_path):
+    out = work[0] / "out"
+    target = load_target(work[0] / "target")
+    file = out / "work" / "answers.jsonl"
+
+    def prepared(apart):
+        return prepare_texts(target, file, TextRecipe(held_out=4, apart=apart, online=True), tmp_path, print)
+
+    ready, everything = prepared(4), prepared(0)
+    drafters, routers = ({tuple(t.tokens) for t in texts} for texts in (ready.source.texts, ready.routers.texts))
+    held = {tuple(sample.tokens.tolist()) for sample in ready.held}
+    assert drafters and routers and held
+    assert not (drafters & routers or drafters & held or routers & held)
+    assert {tuple(t.tokens) for t in everything.source.texts} == drafters | routers
+    assert everything.routers is everything.source
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["texts"]["train"] != summary["texts"]["routers"]
 
 
 def test_again_is_nothing(work):

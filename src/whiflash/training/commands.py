@@ -143,6 +143,9 @@ def router(
     eagle3: Annotated[str | None, typer.Option(help="EAGLE-3 checkpoint: hub id or directory.")] = None,
     tree_budget: Annotated[int | None, typer.Option(help="DDTree nodes besides the root.")] = None,
     eagle_depth: Annotated[int | None, typer.Option(help="EAGLE-3 levels.")] = None,
+    apart: Annotated[
+        int | None, typer.Option(help="Texts kept from the drafters to learn from; 0: all, for drafters of others.")
+    ] = None,
     target: TargetName = "smollm2-135m",
     recipe: RecipeName = None,
     features: Features = None,
@@ -164,6 +167,8 @@ def router(
     if "e3" in drafters and eagle3 is None:
         raise WhiFlashError(f"the pair {drafters} needs an EAGLE-3 head; give --eagle3")
     chosen = replace(chosen, router=settings)
+    if apart is not None:
+        chosen = replace(chosen, texts=replace(chosen.texts, apart=apart))
     loaded = _target(target, dtype, device)
     models = Drafters.load(loaded, dflash, eagle3)
     with _progress() as report:

@@ -293,28 +293,33 @@ def prepare(
     *,
     taps: Sequence[int] | None = None,
     held_out: int = 80,
+    apart: int = 0,
     max_length: int = 2048,
     reader: Target | None = None,
     log: Callable[[str], None] = lambda line: None,
-) -> tuple[Source, list[Sample]]:
-    """From a JSONL of answers to what a trainer needs: (texts with states, held-out samples).
+) -> tuple[Source, list[Sample], Source]:
+    """From a JSONL of answers to what a trainer needs: (texts with states, held-out samples, texts set apart).
 
     States go to `directory`, or are computed on the fly if it is None; `reader` is the same target in another
     precision, to compute the training states faster. Held-out states always come from `target`, and stay in memory.
+    About `apart` texts of those left are in neither set, for a model that learns from what the drafters do with new
+    texts; their states are computed on the fly.
     """
     taps = default_taps(target.layers) if taps is None else tuple(taps)
     texts, held = split(read_texts(file, target, max_length), held_out)
+    texts, kept = split(texts, apart)
     online = Online(target, held, taps)
     samples = [online[i] for i in range(len(held))]
+    spare = Online(reader or target, kept, taps)
     if directory is None:
-        return Online(reader or target, texts, taps), samples
+        return Online(reader or target, texts, taps), samples, spare
     rank, world = processes()
     source = Cached(directory, reader or target, texts, taps)
     for done, count in source.build(rank, world):
         log(f"features of {done} of {count} texts")
     if world > 1:
         dist.barrier()
-    return source, samples
+    return source, samples, spare
 
 
 def processes() -> tuple[int, int]:

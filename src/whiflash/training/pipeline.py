@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,10 +35,16 @@ def silent(status: Status) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """Training texts with the target's states, and the held-out ones."""
+    """Training texts with the target's states, the held-out ones, and those kept for routers."""
 
     source: Source
     held: list[Sample]
+    apart: Source
+
+    @property
+    def routers(self) -> Source:
+        """What routers learn from."""
+        return self.apart if len(self.apart) else self.source
 
 
 def prepare_texts(target: Target, file: str | Path, recipe: TextRecipe, features: str | Path, log: Log) -> Texts:
@@ -48,19 +53,20 @@ def prepare_texts(target: Target, file: str | Path, recipe: TextRecipe, features
     reader = None
     if recipe.precision is not None and recipe.precision != str(target.dtype).removeprefix("torch."):
         reader = load_target(target.path, dtype=recipe.precision, device=target.device)
-    source, held = prepare(
+    source, held, apart = prepare(
         file,
         target,
         None if recipe.online else features,
         taps=recipe.taps,
         held_out=recipe.held_out,
+        apart=recipe.apart,
         max_length=recipe.max_length,
         reader=reader,
         log=log,
     )
     if not len(source) or not held:
         raise WhiFlashError(f"{file} holds too few different prompts to train on some and evaluate on others")
-    return Texts(source, held)
+    return Texts(source, held, apart)
 
 
 class Progress:
@@ -141,7 +147,7 @@ def train_all(
         with progress.running("states"):
             ready = prepare_texts(target, answers, recipe.texts, work / "features", log)
         log("texts: " + ", ".join(f"{k} {v}" for k, v in describe(ready.source.texts).items()))
-        data = [ready.source.fingerprint, held_fingerprint(ready)]
+        data = [ready.source.fingerprint, held_fingerprint(ready), ready.routers.fingerprint]
         eagle3 = replace(recipe.eagle3, loop=budget(recipe.eagle3.loop, hours, recipe.shares.eagle3))
         dflash = replace(recipe.dflash, loop=budget(recipe.dflash.loop, hours, recipe.shares.dflash))
         stages: Iterable[tuple[str, Any, Callable[[], Run]]] = (
@@ -231,12 +237,11 @@ def _routers(
 def measure_all(
     ready: Texts, drafters: Drafters, work: Path, recipe: RouterRecipe, report: Report = silent
 ) -> tuple[list[Measured], list[Measured]]:
-    """Acceptance of each drafter at every position of the training and of the held-out texts, kept in `work`."""
-    chosen = Some(ready.source, recipe.texts, recipe.seed)
+    """Acceptance of each drafter at every position of the routers' and of the held-out texts, kept in `work`."""
     settings = [drafters.identity, recipe.chain, recipe.tree_budget]
     results = []
     for name, samples, texts, full_head in (
-        ("train", chosen, chosen.fingerprint, recipe.full_head),
+        ("train", ready.routers, ready.routers.fingerprint, recipe.full_head),
         ("held-out", ready.held, held_fingerprint(ready), True),
     ):
         began = time.monotonic()
@@ -247,23 +252,6 @@ def measure_all(
         file = work / f"acceptance-{name}-{fingerprint([*settings, texts, full_head])}.jsonl"
         results.append(measure(samples, texts, drafters, file, recipe.chain, recipe.tree_budget, full_head, told))
     return results[0], results[1]
-
-
-class Some(Sequence[Sample]):
-    """At most `count` samples of a source, drawn by the seed."""
-
-    def __init__(self, source: Source, count: int | None, seed: int):
-        everything = range(len(source))
-        fewer = count is not None and count < len(source)
-        self.source = source
-        self.indices = sorted(random.Random(seed).sample(everything, count)) if fewer and count else list(everything)
-        self.fingerprint = fingerprint([source.fingerprint, self.indices])
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
-        return self.source[self.indices[index]]
 
 
 def held_fingerprint(ready: Texts) -> str:
@@ -288,6 +276,7 @@ def summarise(out: Path, ready: Texts, progress: Progress) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "texts": {
             "train": describe(ready.source.texts),
+            "routers": describe(ready.routers.texts),
             "held_out": {"texts": len(ready.held), "answer tokens": answers},
         },
         "hours": {stage: round(progress.seconds(stage) / 3600, 3) for stage in progress.stages},

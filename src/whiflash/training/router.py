@@ -29,8 +29,8 @@ PAIRS = ("df-e3", "ddt-e3", "df-ddt")
 class RouterRecipe:
     """`chain` is the depth of the EAGLE-3 chain, `tree_budget` the nodes of DDTree besides the root.
 
-    `texts` caps the training texts (None: all), whose measuring costs about as much as answering them did. Without
-    `full_head` they are measured with the EAGLE-3 head's vocabulary, a third of the cost; held-out ones never are.
+    Without `full_head` the training texts are measured with the EAGLE-3 head's vocabulary, a third of the cost;
+    held-out ones never are.
     The network has `inner_size` hidden units, of which training drops a share `dropout` (and of its inputs half that):
     positions are many, but texts, which is what must be generalised over, are few. Adam trains it until `patience`
     epochs bring no better validation error, at most `epochs`.
@@ -39,7 +39,6 @@ class RouterRecipe:
     pairs: tuple[str, ...] = PAIRS
     chain: int = 5
     tree_budget: int = 16
-    texts: int | None = None
     full_head: bool = True
     inner_size: int = 256
     dropout: float = 0.5
@@ -57,8 +56,6 @@ class RouterRecipe:
             raise WhiFlashError("chain, tree_budget, inner_size, batch, epochs and patience must be at least 1")
         if not 0 <= self.dropout < 1:
             raise WhiFlashError(f"dropout must lie in 0..1, got {self.dropout}")
-        if self.texts is not None and self.texts < 2:
-            raise WhiFlashError(f"texts must be at least 2, got {self.texts}")
 
 
 def train_router(
