@@ -46,9 +46,7 @@ class TextRecipe:
         if self.precision is not None and self.precision not in DTYPES:
             raise WhiFlashError(f"precision {self.precision!r} is not known; expected one of {', '.join(DTYPES)}")
         if self.max_length < 4 or self.held_out < 1 or self.apart < 0 or (self.taps is not None and not self.taps):
-            raise WhiFlashError(
-                "max_length must be at least 4, held_out 1, apart 0, and taps not empty"
-            )
+            raise WhiFlashError("max_length must be at least 4, held_out 1, apart 0, and taps not empty")
 
     def check(self, target: Target) -> None:
         if self.taps is not None and not all(0 <= tap <= target.layers + 1 for tap in self.taps):
