@@ -1,5 +1,6 @@
 """`whiflash train …`: the training stages on the command line."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ def data(
     from whiflash.training.recipe import Recipe
     from whiflash.training.synthesize import make_data
 
+    _check_alone("data")
     chosen = (_recipe(recipe, target, seed) if recipe else Recipe().seeded(seed or 0)).data
     given: dict[str, Any] = {
         "synthesise": synthesise, "count": count, "max_tokens": max_tokens, "max_prompt": max_prompt,
@@ -159,6 +161,7 @@ def router(
     from whiflash.training.acceptance import Drafters
     from whiflash.training.router import train_router
 
+    _check_alone("router")
     chosen = _recipe(recipe, target, seed)
     given: dict[str, Any] = {"tree_budget": tree_budget, "chain": eagle_depth}
     settings = replace(
@@ -194,6 +197,7 @@ def everything(
     """Answers, EAGLE-3, DFlash and routers in one go; run again, it resumes and skips what is done."""
     from whiflash.training.pipeline import train_all
 
+    _check_alone("all")
     chosen = _recipe(recipe, target, seed)
     _check_hours(hours)
     loaded = _target(target, dtype, device)
@@ -259,6 +263,15 @@ def _texts(
 
     settings = replace(recipe.texts, online=True) if online else recipe.texts
     return prepare_texts(target, file, settings, features or file.with_name(f"{file.stem}.features"), _log)
+
+
+def _check_alone(stage: str) -> None:
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes > 1:
+        raise WhiFlashError(
+            f"`train {stage}` runs in one process, and torchrun started {processes}; "
+            "start only `train eagle3` and `train dflash` under torchrun"
+        )
 
 
 def _check_hours(hours: float | None) -> None:
