@@ -10,9 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from whiflash.drafters.ddtree import DDTreeDrafter
-from whiflash.drafters.dflash import DFlashDrafter
-from whiflash.drafters.eagle3 import Eagle3Drafter
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.nn.weights import resolve
@@ -312,18 +309,6 @@ def test_mask_side_files(target, tmp_path):
     embedded = model.embed(torch.tensor([5, VOCAB + 3]))
     assert torch.equal(embedded[1], torch.full((32,), 2.0))
     assert torch.equal(embedded[0], target.network.embed(torch.tensor(5)))
-
-
-def test_shapes_of_drafts(target, tmp_path):
-    eagle = load_eagle3(write(tmp_path / E3, E3), target)
-    dflash = load_dflash(write(tmp_path / DF, DF), target)
-    refused("depth and a top-k of at least 1", Eagle3Drafter, eagle, depth=0)
-    refused("depth and a top-k of at least 1", Eagle3Drafter, eagle, top_k=0)
-    refused("more than the 40 tokens", Eagle3Drafter, eagle, top_k=41)
-    refused("total tokens must lie between 2 and 21", Eagle3Drafter, eagle, depth=2, top_k=4, total_tokens=22)
-    refused("total tokens must lie between", Eagle3Drafter, eagle, depth=2, top_k=4, total_tokens=1)
-    refused("tree budget must be at least 1", DDTreeDrafter, dflash, tree_budget=0)
-    refused("block size must be at least 2", DFlashDrafter, dflash, block_size=1)
 
 
 def test_only_what_is_read_is_fetched(monkeypatch, tmp_path):

@@ -161,7 +161,7 @@ BAD = {
     "tree budget -3": ([PROMPT, "MODELS", "-d", "ddt", "--tree-budget", -3], "the tree budget must be at least 1"),
     "block size 1": ([PROMPT, "MODELS", "--block-size", 1], "the block size must be at least 2"),
     "depth 0": ([PROMPT, "MODELS", "--eagle-depth", 0], "the EAGLE-3 depth must be at least 1"),
-    "wide tree": ([PROMPT, "MODELS", "--eagle-top-k", 41], "top-k 41 is more than the 40 tokens"),
+    "wide tree": ([PROMPT, "MODELS", "--eagle-top-k", 41], "a top-k of 1 to 40 (the tokens this head can draft)"),
     "no tokens": ([PROMPT, "MODELS", "-n", 0], "max_new_tokens must be at least 1"),
     "beyond the context": ([PROMPT, "MODELS", "-n", 4090], "reads at most 4096; shorten the prompt"),
     "top-p 0": ([PROMPT, "MODELS", "--top-p", 0], "top-p must lie above 0"),

@@ -153,6 +153,16 @@ def test_the_dynamic_tree_is_the_one_of_a_plain_search(toy, session, depth, top_
     assert set(prefixes(draft.tokens[1:], draft.parents[1:] - 1)) == set(wanted)
 
 
+@pytest.mark.parametrize(("depth", "total", "nodes"), [(5, None, 6), (5, 3, 3), (5, 6, 6), (70, None, 71)])
+def test_a_chain_ends_with_its_depth_or_its_total(toy, session, depth, total, nodes):
+    drafter = Eagle3Drafter(toy.eagle3, depth, total_tokens=total)
+    with torch.inference_mode():
+        draft = drafter.draft(state(session, toy.eagle3), session.log, None)
+        longer = Eagle3Drafter(toy.eagle3, 80).draft(state(session, toy.eagle3), session.log, None)
+    assert len(draft) == drafter.rows == nodes
+    assert torch.equal(draft.tokens, longer.tokens[:nodes])
+
+
 def after(drafter: Eagle3Drafter, at: DraftState, log, path: tuple[int, ...]) -> torch.Tensor:
     """The head's logits behind `path`, fed one token at a time."""
     model, start = drafter.model, log.length - 1
@@ -181,10 +191,12 @@ def test_a_chain_is_a_tree_of_width_one():
         (lambda toy: DDTreeDrafter(toy.dflash, 0), "tree budget must be at least 1"),
         (lambda toy: DDTreeDrafter(toy.dflash, 4, block_size=1), "block size must be at least 2"),
         (lambda toy: DDTreeDrafter(toy.dflash, 4, block_size=0), "block size must be at least 2"),
-        (lambda toy: Eagle3Drafter(toy.eagle3, 0), "depth and a top-k of at least 1"),
-        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 9), "more than the 8 tokens this head can draft"),
-        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 2, 0), "between 2 and 11"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 0), "a depth of at least 1 .* got depth 0 and top-k 1"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 0), "a top-k of 1 to 8 .* got depth 3 and top-k 0"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 9), "a top-k of 1 to 8 .* got depth 3 and top-k 9"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 2, 1), "between 2 and 11"),
         (lambda toy: Eagle3Drafter(toy.eagle3, 3, 2, 12), "between 2 and 11"),
+        (lambda toy: Eagle3Drafter(toy.eagle3, 3, 1, 5), "between 2 and 4"),
     ],
 )
 def test_shapes_that_cannot_be(toy, build, sentence):

@@ -182,27 +182,28 @@ class Eagle3Drafter:
     """A chain of `depth` tokens, or with `top_k` > 1 the dynamic tree of EAGLE-2.
 
     The tree grows `depth` levels, each expanding the `top_k` best nodes of the last into `top_k` children, and keeps
-    the `total_tokens` - 1 best of all candidates besides the root.
+    the `total_tokens` - 1 best of all candidates besides the root (left out: at most 60 tokens of a tree, all of a
+    chain).
     """
 
     name, family = "e3", "autoregressive"
 
     def __init__(self, model: Eagle3, depth: int = 5, top_k: int = 1, total_tokens: int | None = None):
-        if depth < 1 or top_k < 1:
-            raise WhiFlashError(f"EAGLE-3 needs a depth and a top-k of at least 1, got depth {depth} and top-k {top_k}")
-        if top_k > model.config.draft_vocab_size:
+        vocab = model.config.draft_vocab_size
+        if depth < 1 or not 1 <= top_k <= vocab:
             raise WhiFlashError(
-                f"top-k {top_k} is more than the {model.config.draft_vocab_size} tokens this head can draft; lower it"
+                f"EAGLE-3 needs a depth of at least 1 and a top-k of 1 to {vocab} (the tokens this head can draft), "
+                f"got depth {depth} and top-k {top_k}"
             )
-        candidates = top_k + (depth - 1) * top_k**2 if top_k > 1 else depth
-        total = min(candidates + 1, 60) if total_tokens is None else total_tokens
-        if not 2 <= total <= candidates + 1:
+        most = 1 + top_k + (depth - 1) * top_k**2
+        total = (most if top_k == 1 else min(most, 60)) if total_tokens is None else total_tokens
+        if not 2 <= total <= most:
             raise WhiFlashError(
-                f"total tokens must lie between 2 and {candidates + 1} (depth {depth}, top-k {top_k} give {candidates} "
-                f"candidates besides the root), got {total_tokens}"
+                f"total tokens must lie between 2 and {most}, the root and all candidates of depth {depth} and top-k "
+                f"{top_k}; got {total_tokens}"
             )
-        self.model, self.depth, self.top_k, self.total_tokens = model, depth, top_k, total
-        self.rows = total
+        self.model, self.top_k, self.total_tokens, self.rows = model, top_k, total, total
+        self.depth = min(depth, total - 1)  # nodes that are kept lie no deeper, and a chain ends with its total
 
     def catch_up(self, state: DraftState, log: FeatureLog, kv_only: bool = True) -> int:
         """K/V of all rows of the backlog but the last, which `draft` runs in full for the first guess."""
