@@ -42,32 +42,23 @@ def load_target(
     raw = read_config(path, "target")
     config = _own_config(raw) if runtime else None
     tokenizer = _load_tokenizer(path)
+    network: Any
+    sizes: Any = config
     if config is not None:
         network = pack(Decoder.load(config, Weights(path), dtype, device))
-        return Target(
-            str(name),
-            path,
-            network,  # type: ignore[arg-type]
-            tokenizer,
-            layers=config.layers,
-            width=config.width,
-            vocab_size=config.vocab_size,
-            max_positions=config.max_positions,
-            dtype=dtype,
-            device=device,
-        )
-    from whiflash.target.adapter import Adapter
+    else:
+        from whiflash.target.adapter import Adapter
 
-    adapter = Adapter.load(path, dtype, device)
+        network = sizes = Adapter.load(path, dtype, device)
     return Target(
         str(name),
         path,
-        adapter,
+        network,
         tokenizer,
-        layers=adapter.layers,
-        width=adapter.width,
-        vocab_size=adapter.vocab_size,
-        max_positions=adapter.max_positions,
+        layers=sizes.layers,
+        width=sizes.width,
+        vocab_size=sizes.vocab_size,
+        max_positions=sizes.max_positions,
         dtype=dtype,
         device=device,
     )
