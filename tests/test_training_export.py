@@ -7,8 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_training as setup
+from whiflash.drafters.load import load_dflash
+from whiflash.errors import WhiFlashError
 from whiflash.nn.weights import Weights, load_parts
 from whiflash.training import dflash, eagle3
+from whiflash.training.acceptance import checkpoint_hash
 from whiflash.training.dflash import DFlashTrainee, new_drafter
 from whiflash.training.eagle3 import Eagle3Trainee, new_head
 
@@ -65,6 +68,30 @@ def test_dflash_layout(target, tmp_path):
     assert config["dflash_config"]["mask_token_id"] < target.vocab_size and config["block_size"] == 4
     assert {n.split(".")[0] for n in tensors} == {"fc", "hidden_norm", "norm", "layers"}
     assert tensors["layers.1.self_attn.q_norm.weight"].shape == (8,)
+    assert json.loads((tmp_path / "draft_vocabulary.json").read_text()) == list(range(200))
+
+
+def test_dflash_drafts_from_the_vocabulary_it_learned(target, tmp_path):
+    ids = torch.arange(3, 203)
+    trained("dflash", target, ids).export(tmp_path, {"history": []})
+    hidden = torch.randn(5, 32)
+    for packed in (False, True):
+        model = load_dflash(tmp_path, target, packed=packed)
+        assert model.config.draft_vocab_size == 200 and torch.equal(model.target_ids, ids)
+        torch.testing.assert_close(model.logits(hidden), target.network.head(hidden)[:, ids], rtol=1e-5, atol=1e-5)
+    before = checkpoint_hash(tmp_path)
+    (tmp_path / "draft_vocabulary.json").unlink()
+    whole = load_dflash(tmp_path, target)
+    assert whole.target_ids is None and torch.equal(whole.logits(hidden), target.network.head(hidden))
+    assert checkpoint_hash(tmp_path) != before
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "[2, 1]", "[-1, 3]", "[5, 10000]", '["a"]', "3"])
+def test_a_damaged_draft_vocabulary_is_refused(content, target, tmp_path):
+    trained("dflash", target, torch.arange(200)).export(tmp_path, {"history": []})
+    (tmp_path / "draft_vocabulary.json").write_text(content)
+    with pytest.raises(WhiFlashError, match="delete it to draft from the whole"):
+        load_dflash(tmp_path, target)
 
 
 def test_card_tells_acceptance_and_recipe(target, tmp_path):

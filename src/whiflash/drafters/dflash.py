@@ -5,7 +5,7 @@ position, so catching up writes K/V and computes nothing else.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ class DFlash(nn.Module):
         self.register_buffer("mask_embedding", None)
         self.target_embed: Callable[[Tensor], Tensor] | None = None
         self.target_head: Callable[[Tensor], Tensor] | None = None
+        self.draft_head: Linear | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -114,10 +115,22 @@ class DFlash(nn.Module):
         return cache.mask(rows, torch.ones(rows, rows, dtype=torch.bool, device=cache.rows.device), window)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final-normed hidden states → logits, over the draft vocabulary if the model has its own head."""
-        head = self.lm_head or self.target_head
+        """Final-normed hidden states → logits, over the draft vocabulary if there is one."""
+        head = self.lm_head or self.draft_head or self.target_head
         assert head is not None, "a DFlash model without a head of its own must be bound to its target"
         return head(hidden)
+
+    def draft_from(self, ids: Tensor, rows: Tensor) -> None:
+        """Choose among the tokens `ids` [n] only, with these rows [n, width] of the target's head.
+
+        Drafting reads the whole head for a few rows, which costs more than the model itself; the tokens that a target
+        uses most make up nearly all it says (frequency-ranked drafting, FR-Spec, arXiv 2502.14856).
+        """
+        with torch.device("meta"):
+            self.draft_head = Linear(rows.shape[1], rows.shape[0], bias=False)
+        self.draft_head.weight = nn.Parameter(rows, requires_grad=False)
+        self.target_ids = ids
+        self.config = replace(self.config, draft_vocab_size=len(ids))
 
     def new_cache(self, capacity: int) -> KVCache:
         shape, weight = self.config.shape, self.norm.weight

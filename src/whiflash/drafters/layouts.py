@@ -4,7 +4,9 @@ Layouts are told apart by tensor names, not by `architectures`, which published 
 loaders read the same key differently, the comment says which reading is taken.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,9 @@ from whiflash.nn.weights import Weights
 from whiflash.target.config import layer_windows
 
 TapIds = Literal["output", "boundary"]
+# Beside a DFlash checkpoint: a list of the token ids that it drafts, where that is not the whole vocabulary. Not a
+# tensor file, since other engines load every one they find.
+DRAFT_VOCABULARY = "draft_vocabulary.json"
 
 # config keys and tensor names of relatives that this runtime would draft wrongly with, and what they belong to
 UNSUPPORTED_KEYS = {
@@ -295,3 +300,20 @@ def read_target_ids(weights: Weights, vocab_size: int, draft_vocab_size: int) ->
     if kept is not None and not torch.equal(kept.nonzero().flatten(), ids):
         raise WhiFlashError(f"d2t and t2d of {weights.path} name different tokens; the vocabulary map is stale")
     return None if draft_vocab_size == vocab_size else ids
+
+
+def read_draft_vocabulary(path: Path, vocab_size: int) -> Tensor | None:
+    """Rising ids [n] from the file beside a DFlash checkpoint that says which tokens it drafts; None without one."""
+    file = (path if path.is_dir() else path.parent) / DRAFT_VOCABULARY
+    if not file.is_file():
+        return None
+    try:
+        ids = json.loads(file.read_text("utf-8"))
+        if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < vocab_size:
+            raise ValueError("they do not rise, or leave the vocabulary")
+        return torch.tensor(ids, dtype=torch.long)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise WhiFlashError(
+            f"{file} is not a list of rising token ids below {vocab_size} ({error}); delete it to draft from the whole "
+            "vocabulary"
+        ) from error

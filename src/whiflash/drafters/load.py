@@ -91,6 +91,9 @@ def load_dflash(
         mask = _mask_embedding(Path(weights.path), config, table)
         model.mask_embedding = mask.to(target.device, target.dtype)
     model.target_embed, model.target_head = target.network.embed, target.network.head
+    ids = None if model.lm_head else layouts.read_draft_vocabulary(Path(weights.path), target.vocab_size)
+    if ids is not None:
+        model.draft_from(ids.to(target.device), target.head_rows(ids).to(target.dtype))
     if packed:
         for layer in model.layers:
             layer.attention.split_kv()

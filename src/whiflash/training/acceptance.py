@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
+from whiflash.drafters.layouts import DRAFT_VOCABULARY
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.journal import Journal
@@ -21,7 +22,6 @@ from whiflash.target.target import Target
 from whiflash.training import dflash, eagle3
 from whiflash.training.evaluate import accepted_lengths
 from whiflash.training.features import Sample, Source
-from whiflash.training.teacher import Teacher
 
 # blocks whose full logits are held at a time
 ANCHORS = 32
@@ -35,7 +35,6 @@ class Drafters:
     dflash: DFlash
     eagle3: Eagle3 | None
     identity: dict[str, str]
-    teacher: Teacher | None = None
 
     @classmethod
     def load(cls, target: Target, dflash_path: str | Path, eagle3_path: str | Path | None) -> "Drafters":
@@ -44,36 +43,28 @@ class Drafters:
         if any(model.config.causal) or any(model.config.windows):
             raise WhiFlashError(f"{dflash_path} has causal or sliding layers, for which routers cannot be trained yet")
         head = None if eagle3_path is None else load_eagle3(eagle3_path, target, packed=False).float()
-        ids = None if head is None or model.lm_head is not None else head.target_ids
         return cls(
-            target,
-            model,
-            head,
-            {name: checkpoint_hash(path) for name, path in paths.items() if path is not None},
-            None if ids is None else Teacher(target, ids),
+            target, model, head, {name: checkpoint_hash(path) for name, path in paths.items() if path is not None}
         )
 
     @torch.inference_mode()
-    def accepted(self, sample: Sample, chain: int, tree_budget: int, full_head: bool = True) -> dict[str, list[int]]:
-        """Accepted draft length of each drafter at every root of the answer but its last token.
-
-        full_head: DFlash chooses from the whole vocabulary, as in decoding; otherwise from the EAGLE-3 head's, if that
-        is smaller, which rarely differs and costs a fraction.
-        """
+    def accepted(self, sample: Sample, chain: int, tree_budget: int) -> dict[str, list[int]]:
+        """Accepted draft length of each drafter at every root of the answer but its last token."""
         sample = sample.to(self.target.device)
-        lengths = dict(zip(("df", "ddt"), self._diffusion(sample, tree_budget, full_head), strict=True))
+        lengths = dict(zip(("df", "ddt"), self._diffusion(sample, tree_budget), strict=True))
         if self.eagle3 is not None:
             lengths["e3"] = eagle3.accepted(self.eagle3, sample, chain)
         return lengths
 
-    def _diffusion(self, sample: Sample, budget: int, full_head: bool) -> tuple[list[int], list[int]]:
+    def _diffusion(self, sample: Sample, budget: int) -> tuple[list[int], list[int]]:
         tokens, start, last = sample.tokens, sample.start, len(sample.tokens) - 1
         block, chains, trees = self.dflash.config.block_size, [], []
-        small = None if full_head else self.teacher
-        ids = self.dflash.target_ids if small is None else small.ids
+        ids = self.dflash.target_ids
+        borrowed = self.dflash.lm_head is None and self.dflash.draft_head is None
+        dtype = self.target.dtype if borrowed else torch.float32
         for anchors in torch.arange(start, last, device=tokens.device).split(ANCHORS):
             hidden = dflash.blocks(self.dflash, sample.features[: int(anchors[-1])], tokens, anchors, block)[:, 1:]
-            logits = self.dflash.logits(hidden.to(self.target.dtype)).float() if small is None else small.logits(hidden)
+            logits = self.dflash.logits(hidden.to(dtype)).float()
             at = anchors[:, None] + torch.arange(1, block, device=tokens.device)
             wanted = tokens[at.clamp(max=last)]
             if ids is not None:
@@ -87,7 +78,8 @@ class Drafters:
 def checkpoint_hash(path: str | Path) -> str:
     path = resolve(path, "drafter")
     digest = sha256()
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+    patterns = ("*.safetensors", DRAFT_VOCABULARY)
+    for file in [f for p in patterns for f in sorted(path.glob(p))] if path.is_dir() else [path]:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -136,7 +128,6 @@ def measure(
     file: str | Path,
     chain: int = 5,
     tree_budget: int = 16,
-    full_head: bool = True,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Measured]:
     """Acceptance lengths on every text, kept in `file` so that a killed run does not start over.
@@ -149,7 +140,6 @@ def measure(
         "drafters": drafters.identity,
         "chain": chain,
         "tree_budget": tree_budget,
-        "full_head": full_head,
     }
     journal = Journal(file, settings)
     measured = []
@@ -157,7 +147,7 @@ def measure(
         report(index, len(samples))
         sample = samples[index]
         if index == len(journal.rows):
-            journal.append(drafters.accepted(sample, chain, tree_budget, full_head))
+            journal.append(drafters.accepted(sample, chain, tree_budget))
         accepted = journal.rows[index]
         # a round never commits more than the text has left
         left = torch.arange(len(accepted["df"]), 0, -1)

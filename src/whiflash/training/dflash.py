@@ -42,8 +42,8 @@ GROUP = 16
 class DFlashRecipe:
     """`anchors` blocks of `block` slots a text. `weights` is "exponential" (scale `gamma`) or "dpace" (`alpha`).
 
-    Labels cover the `draft_vocab` most frequent tokens, which costs a fraction of the full head; the drafter itself
-    uses the target's full head. `labels`: "soft" or "hard". `mask_token` None takes an unused special token.
+    Labels cover the `draft_vocab` most frequent tokens, from which it then drafts, at a fraction of the full head's
+    cost. `labels`: "soft" or "hard". `mask_token` None takes an unused special token.
     """
 
     layers: int = 3
@@ -215,14 +215,15 @@ class DFlashTrainee:
         return [p for p in self.module.parameters() if p.ndim == 2]
 
     def export(self, directory: Path, report: dict[str, Any]) -> None:
-        export.dflash(self.module, self.target, directory, {**report, "recipe": asdict(self.recipe)})
+        export.dflash(self.module, self.target, directory, {**report, "recipe": asdict(self.recipe)}, self.teacher.ids)
 
 
 def accepted(drafter: DFlash, sample: Sample, block: int, head=None, ids: Tensor | None = None) -> list[int]:
     """Accepted length of the block drafted at each root of the answer but its last token.
 
-    `head` maps hidden states to logits over `ids` (target ids); left out, the drafter's own full head.
+    `head` maps hidden states to logits over `ids` (target ids); left out, the drafter's own.
     """
+    ids = drafter.target_ids if head is None else ids
     tokens, start, last = sample.tokens, sample.start, len(sample.tokens) - 1
     lengths: list[int] = []
     for anchors in torch.arange(start, last, device=tokens.device).split(EVALUATION_ANCHORS):

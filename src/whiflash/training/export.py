@@ -12,7 +12,9 @@ from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
+from whiflash.drafters.layouts import DRAFT_VOCABULARY
 from whiflash.errors import WhiFlashError
+from whiflash.journal import write_atomic
 from whiflash.nn.layers import LayerShape
 from whiflash.nn.rotary import RopeConfig
 from whiflash.nn.weights import Part, export_parts, read_config
@@ -47,7 +49,8 @@ def eagle3(head: Eagle3, target: Target, directory: Path, report: Mapping[str, A
     _write(directory, settings, head.parts(), extra, _card("EAGLE-3", target, settings, report))
 
 
-def dflash(drafter: DFlash, target: Target, directory: Path, report: Mapping[str, Any]) -> None:
+def dflash(drafter: DFlash, target: Target, directory: Path, report: Mapping[str, Any], ids: Tensor) -> None:
+    """z-lab's layout, and beside it the tokens `ids` that it learned to draft, which other engines do not read."""
     config = drafter.config
     settings = {
         "architectures": ["DFlashDraftModel"],
@@ -67,6 +70,7 @@ def dflash(drafter: DFlash, target: Target, directory: Path, report: Mapping[str
         "dtype": "float16",
     }
     _write(directory, settings, drafter.parts(), {}, _card("DFlash", target, settings, report))
+    write_atomic(directory / DRAFT_VOCABULARY, json.dumps(ids.tolist()) + "\n")
 
 
 def _shape(shape: LayerShape) -> dict[str, Any]:

@@ -29,8 +29,6 @@ PAIRS = ("df-e3", "ddt-e3", "df-ddt")
 class RouterRecipe:
     """`chain` is the depth of the EAGLE-3 chain, `tree_budget` the nodes of DDTree besides the root.
 
-    Without `full_head` the training texts are measured with the EAGLE-3 head's vocabulary, a third of the cost;
-    held-out ones never are.
     The network has `inner_size` hidden units, of which training drops a share `dropout` (and of its inputs half that):
     positions are many, but texts, which is what must be generalised over, are few. Adam trains it until `patience`
     epochs bring no better validation error, at most `epochs`.
@@ -39,7 +37,6 @@ class RouterRecipe:
     pairs: tuple[str, ...] = PAIRS
     chain: int = 5
     tree_budget: int = 16
-    full_head: bool = True
     inner_size: int = 256
     dropout: float = 0.5
     lr: float = 3e-4

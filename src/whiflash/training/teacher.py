@@ -39,13 +39,8 @@ class Teacher(nn.Module):
 
     def __init__(self, target: Target, ids: Tensor):
         super().__init__()
-        # a head is linear, so its rows are its answers to unit vectors; packed weights cannot be read otherwise
-        with torch.inference_mode():
-            unit = torch.eye(target.width, dtype=target.dtype, device=target.device)
-            rows = (
-                target.network.head(unit).T[ids.to(target.device)].float().clone(memory_format=torch.contiguous_format)
-            )
-        self.register_buffer("rows", rows.detach().clone(), persistent=False)
+        # out of inference mode, so that autograd may save them
+        self.register_buffer("rows", target.head_rows(ids).clone(), persistent=False)
         self.register_buffer("ids", ids.to(target.device), persistent=False)
         known = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
         known[self.ids] = True

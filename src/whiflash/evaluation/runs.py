@@ -1,0 +1,185 @@
+"""A finished benchmark read back: its rows, the pairs that were routed in it, and what its rounds took."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from whiflash.decoding.session import PHASES
+from whiflash.errors import WhiFlashError
+from whiflash.evaluation.latency import CatchUp, Profile
+from whiflash.evaluation.results import ROWS, SUMMARY, Row
+
+# a drafter, and how many nodes besides the root it drafts: acceptance lengths are of such a shape
+Shape = tuple[str, int]
+EAGER = "eager"
+# what `methods.mode` writes
+DRAFTER, ROUTER = re.compile(r"(\w+) \(≤ (\d+) drafted\)"), re.compile(r"(\w+) router at ([^\s,]+)")
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A method that picked one of two shapes (slot 0, slot 1) every round: slot 1 where its score exceeds threshold."""
+
+    name: str
+    router: str
+    threshold: float
+    shapes: tuple[Shape, Shape]
+    mode: str
+
+    @property
+    def pair(self) -> str:
+        return "-".join(name for name, _ in self.shapes)
+
+    @property
+    def label(self) -> str:
+        return ", ".join(f"{name} ({length} drafted)" for name, length in self.shapes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """rows: method → prompt → its row of results.jsonl, those without an answer left out."""
+
+    directory: Path
+    rows: dict[str, dict[str, Row]]
+    summary: dict[str, Any]
+
+    @property
+    def greedy(self) -> bool:
+        return self.summary["settings"]["temperature"] == 0
+
+    @property
+    def target(self) -> tuple[str, str]:
+        """(name, fingerprint)"""
+        name, _, fingerprint = self.summary["settings"]["target"].rpartition(" ")
+        return name, fingerprint.strip("()")
+
+    def mode(self, method: str) -> str:
+        return next(iter(self.rows[method].values()))["mode"]
+
+    def shapes(self, method: str) -> dict[str, Shape]:
+        return {name: (name, int(length)) for name, length in DRAFTER.findall(self.mode(method))}
+
+    def turns(self, method: str) -> Iterator[tuple[Row, int, Mapping[str, Any]]]:
+        """(row, number of the turn, turn)"""
+        for row in self.rows[method].values():
+            for number, turn in enumerate(row["turns"]):
+                yield row, number, turn
+
+    def routed(self) -> list[Routed]:
+        found = []
+        for method in self.rows:
+            mode, shapes = self.mode(method), tuple(self.shapes(method).values())
+            router = ROUTER.search(mode)
+            if router and len(shapes) == 2:
+                found.append(Routed(method, router[1], float(router[2]), shapes, mode))
+        return found
+
+
+def read_run(directory: Path) -> Run:
+    """The directory of results of `whiflash bench` or `sweep`; raises where it is none, or its run is not complete."""
+    file = directory / ROWS
+    if not file.is_file():
+        what = f"{directory} holds no {ROWS}" if directory.is_dir() else f"{directory} is no directory"
+        raise WhiFlashError(f"{what}; give a directory of results of `whiflash bench` or `whiflash sweep`")
+    try:
+        summary = json.loads((directory / SUMMARY).read_text("utf-8"))
+        complete, known = summary["complete"], summary["settings"].keys() & {"temperature", "target", "methods"}
+    except OSError:
+        complete, known = False, set()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WhiFlashError(
+            f"{directory / SUMMARY} is damaged ({type(error).__name__}: {error}); remove it and run the same benchmark "
+            "again, which writes it anew"
+        ) from error
+    if not complete or len(known) < 3:
+        raise WhiFlashError(
+            f"the run in {directory} is not complete; run the same command again, which goes on where it stopped"
+        )
+    rows: dict[str, dict[str, Row]] = {name: {} for name in summary["settings"]["methods"]}
+    for row in _lines(file):
+        if row["turns"]:
+            rows.setdefault(row["method"], {})[row["prompt"]] = row
+    run = Run(directory, {name: found for name, found in rows.items() if found}, summary)
+    if not any(turn["rounds"]["slot"] for method in run.rows for _, _, turn in run.turns(method)):
+        raise WhiFlashError(f"no answer in {directory} took a round; measure with more --max-new-tokens")
+    return run
+
+
+def _lines(file: Path) -> Iterator[Row]:
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            for turn in row["turns"]:
+                counts = {len(turn["rounds"][name]) for name in ("slot", "position", "acceptance_length", *PHASES)}
+                if len(counts) > 1 or not {"method", "prompt", "category", "mode"} <= row.keys():
+                    raise ValueError("its rounds do not fit together")
+        except (ValueError, KeyError, TypeError) as error:
+            raise WhiFlashError(
+                f"{file}, line {number} is damaged ({type(error).__name__}: {error}); remove that line and run the same "
+                "benchmark again"
+            ) from error
+        yield row
+
+
+def routed(run: Run) -> list[Routed]:
+    found = run.routed()
+    if not found:
+        raise WhiFlashError(
+            f"the run in {run.directory} has no router to analyse: it measured {', '.join(run.rows)}; measure a pair "
+            "with --speculative-algorithm WHIFLASH, and EAGLE3,DFLASH beside it to compare with"
+        )
+    return found
+
+
+def profile(run: Run) -> Profile:
+    """Latencies as this run's own rounds had them: medians, and catching up as a line through its rows and seconds."""
+    plain: list[dict[str, float]] = []
+    rounds: dict[Shape, list[dict[str, float]]] = {}
+    caught: dict[str, list[tuple[int, float]]] = {}
+    behind: dict[str, int] = {}
+    for method in run.rows:
+        shapes, eager = run.shapes(method), EAGER in run.mode(method)
+        for _, _, turn in run.turns(method):
+            table = turn["rounds"]
+            times = [dict(zip(PHASES, row, strict=True)) for row in zip(*(table[p] for p in PHASES), strict=True)]
+            for slot, at, rows, phases in zip(table["slot"], table["position"], table["caught_up"], times, strict=True):
+                if slot is None:
+                    plain.append(phases)
+                    continue
+                rounds.setdefault(shapes[slot], []).append(phases)
+                # an eager round's rows are those of both models
+                if rows and not eager:
+                    caught.setdefault(slot, []).append((rows, phases["catch_up"]))
+                    behind[slot] = min(behind.get(slot, at), at - rows)
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for (name, length), seen in rounds.items():
+        found.setdefault(name, {})[length] = {p: s for p, s in _medians(seen).items() if p != "catch_up"}
+    catch_up = {name: _line(caught.get(name, ()), max(behind.get(name, 0), 0)) for name in found}
+    return Profile(run.summary["machine"], _medians(plain), found, catch_up)
+
+
+def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {p: median(r[p] for r in rounds) for p in PHASES} if rounds else {}
+
+
+def _line(points: Sequence[tuple[int, float]], behind: int) -> CatchUp:
+    if not points:
+        return CatchUp(0.0, 0.0, behind)
+    rows, seconds = np.array(points, dtype=float).T
+    row, fixed = np.polyfit(rows, seconds, 1) if len(set(rows)) > 1 else (0.0, seconds.mean())
+    if row < 0:
+        row, fixed = 0.0, seconds.mean()
+    elif fixed < 0:
+        row, fixed = seconds.sum() / rows.sum(), 0.0
+    return CatchUp(float(fixed), float(row), behind)
+
+
+def column(turns: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return list(chain.from_iterable(turn["rounds"][name] for turn in turns))
