@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from whiflash.decoding.session import Session
-from whiflash.drafters.draft import tree
+from whiflash.drafters.draft import chain, tree
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import KVCache
 from whiflash.target import adapter
@@ -55,6 +55,13 @@ class Scripted:
             b = 1 if b != 1 else 2
         nodes = [self.sequence[at], 3 if a != 3 else 4, a, 3 if b != 3 else 4, b, c]
         return tree(torch.tensor(nodes), torch.tensor([-1, 0, 0, 2, 2, 4]), 3)
+
+
+class Refused(Scripted):
+    """Drafts a token that never comes, so that every position is a root once."""
+
+    def draft(self, state, log, choose):
+        return chain(torch.tensor([self.sequence[log.length], 0, 0, 0, 0, 0]))
 
 
 def greedy(target, count, drafters=()):
@@ -167,3 +174,28 @@ def test_longrope_ends_where_its_frequencies_change(tmp_path):
     options = {"rope_parameters": rope | {"original_max_position_embeddings": 64}}
     tiny.build(tmp_path, "phi3", layers=2, original_max_position_embeddings=64, **options)
     assert Adapter.load(tmp_path, torch.float32, "cpu").max_positions == 64
+
+
+SHORT = 64
+ENDS = {
+    "gpt2": {"max_position_embeddings": SHORT},  # a table of positions
+    "llama": OTHERS["llama"] | {"max_position_embeddings": SHORT},  # frequencies that grow with the longest position
+    "phi3": {
+        "original_max_position_embeddings": SHORT,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": SHORT,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_no_draft_reaches_beyond_the_context(family, tmp_path):
+    """The last rounds of a full context draft less: what lies behind it has no position, or changes all the others."""
+    target = load_target(tiny.build(tmp_path, family, layers=LAYERS, **ENDS[family]), device="cpu")
+    assert target.max_positions == SHORT and type(target.network) is Adapter
+    room = SHORT - len(PROMPT)
+    plain, _ = greedy(target, room)
+    for drafter in (Scripted(plain), Refused(plain)):
+        assert greedy(target, room, [drafter])[0] == plain

@@ -185,6 +185,22 @@ def test_a_chain_is_a_tree_of_width_one():
     assert torch.equal(same.ancestors, torch.ones(4, 4).tril().bool())
 
 
+@pytest.mark.parametrize("depth", range(4))
+def test_a_cut_draft_is_the_upper_part(depth):
+    tokens, parents = torch.tensor([1, 4, 5, 6, 7, 7, 8, 9]), torch.tensor([-1, 0, 1, 0, 1, 2, 3, 5])
+    whole = tree(tokens, parents, 4)
+    upper = whole.cut(depth)
+    assert prefixes(upper.tokens[1:], upper.parents[1:] - 1) == [
+        path for path in prefixes(tokens[1:], parents[1:] - 1) if len(path) <= depth
+    ]
+    same = tree(upper.tokens, upper.parents, 4)
+    assert torch.equal(upper.depths, same.depths) and torch.equal(upper.ancestors, same.ancestors)
+    line = chain(tokens, torch.arange(14.0).reshape(7, 2)).cut(depth)
+    shorter = chain(tokens[: depth + 1], torch.arange(2.0 * depth).reshape(depth, 2))
+    assert line.ancestors is None
+    assert all(torch.equal(getattr(line, n), getattr(shorter, n)) for n in ("tokens", "parents", "depths", "probs"))
+
+
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [

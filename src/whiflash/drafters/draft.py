@@ -24,6 +24,18 @@ class Draft:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    def cut(self, depth: int) -> "Draft":
+        """Without the nodes deeper than `depth`, which is at least 0."""
+        kept = self.depths <= depth
+        nodes, place = kept.nonzero()[:, 0], kept.cumsum(0) - 1
+        return Draft(
+            self.tokens[nodes],
+            torch.where(nodes > 0, place[self.parents[nodes].clamp_min(0)], -1),
+            self.depths[nodes],
+            None if self.ancestors is None else self.ancestors[nodes][:, nodes],
+            None if self.probs is None else self.probs[: len(nodes) - 1],
+        )
+
 
 def chain(tokens: Tensor, probs: Tensor | None = None) -> Draft:
     """tokens [n], the root first."""
