@@ -83,6 +83,20 @@ def test_template_options_reach_the_template(model, monkeypatch):
     assert decode(model.stream("Hi")._prompt) == "Hi"
 
 
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.2}, {"max_tokens": 5}, {"enable_thinking": True}])
+def test_options_that_nothing_reads_are_refused(model, monkeypatch, options):
+    """Sampling options of other engines, misspelt ones, and template options of other models."""
+    (name,) = options
+    monkeypatch.setattr(model.target.tokenizer, "chat_template", "{{ messages[0]['content'] }}{{ max_tokens_of_it }}")
+    for prompt in ("Hi", [{"role": "user", "content": "Hi"}], [1, 2, 3]):
+        with pytest.raises(WhiFlashError, match=f"the option {name} would have no effect"):
+            model.stream(prompt, **options)
+        model.stream(prompt, **{name: False})
+    monkeypatch.setattr(model.target.tokenizer, "chat_template", None)
+    with pytest.raises(WhiFlashError, match=f"the option {name} would have no effect"):
+        model.stream("Hi", **options)
+
+
 def test_a_model_without_a_chat_template_continues_text(model, monkeypatch):
     monkeypatch.setattr(model.target.tokenizer, "chat_template", None)
     assert model.target.tokenizer.decode(model.stream("Once")._prompt) == "Once"

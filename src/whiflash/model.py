@@ -193,7 +193,8 @@ class WhiFlash:
         """Iterate over the answer as it comes. prompt: a text, a list of messages, or token ids.
 
         The answer ends at any end-of-sequence id of the target (unless `ignore_eos`), at `stop_token_ids`, before a
-        `stop` string, or after max_new_tokens. `template` goes to the chat template (`enable_thinking=False`, …).
+        `stop` string, or after max_new_tokens. `template` goes to the chat template (`enable_thinking=False`, …), which
+        must read it: an option that nothing knows is refused.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         stopping = Stopping(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -78,12 +79,14 @@ class Target:
         """Token ids of a prompt: a user's text, a list of messages, or token ids as they are.
 
         Text becomes one user turn of the chat template (plain text where the model has none); `system` is put in front.
-        `template` goes to the chat template as it is (`enable_thinking=False`, …).
+        `template` goes to the chat template as it is (`enable_thinking=False`, …); what it does not read is refused.
         """
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not given or (isinstance(given, str) and not given.strip()):
             raise WhiFlashError("the prompt is empty; give at least one word, message or token id")
-        if not isinstance(given, str) and all(hasattr(t, "__index__") for t in given):
+        ids = not isinstance(given, str) and all(hasattr(t, "__index__") for t in given)
+        self._refuse_unread(template, "" if ids else str(self.tokenizer.chat_template or ""))
+        if ids:
             if system is not None:
                 raise WhiFlashError(
                     "a system text cannot go in front of token ids; give messages, or put it in the ids"
@@ -107,6 +110,15 @@ class Target:
         except Exception as error:  # templates raise what they like: on roles they do not know, on content they miss
             raise WhiFlashError(f"the chat template of {self.name} refuses these messages: {error}") from error
         return self._checked(self._tokenize(text, add_special_tokens=False))
+
+    def _refuse_unread(self, options: Mapping[str, Any], read_by: str) -> None:
+        """What a template does not mention would be ignored; an option that is off (None, False) asks for nothing."""
+        for name, value in options.items():
+            if value is not None and value is not False and not re.search(rf"\b{re.escape(name)}\b", read_by):
+                raise WhiFlashError(
+                    f"the option {name} would have no effect: decoding has none of that name, and no chat template of "
+                    f"{self.name} that reads it is applied to this prompt; leave it out"
+                )
 
     def _tokenize(self, text: str, **options: Any) -> list[int]:
         try:
