@@ -32,6 +32,12 @@ app.add_typer(train_app, name="train")
 
 evaluation.add_to(app)
 
+# the drafters that each shape of a draft is for
+SHAPED = {
+    "block_size": ("df", "ddt"), "block_rows": ("df",), "tree_budget": ("ddt",),
+    "eagle3_depth": ("e3",), "eagle3_top_k": ("e3",), "eagle3_total_tokens": ("e3",),
+}  # fmt: skip
+
 
 def main() -> None:
     """Run the command line; bad input ends in one sentence and exit code 2, Ctrl-C in 130."""
@@ -67,8 +73,10 @@ def _load(**given: Any) -> "WhiFlash":
     given["threshold"] = parse_threshold(given["threshold"])
     shape = {name: given.pop(name) for name in ("tree_budget", "block_size", "block_rows")}
     eagle = {f"eagle3_{name}": given.pop(f"eagle_{name}") for name in ("depth", "top_k", "total_tokens")}
+    drafting = Drafting(**shape, **eagle)
+    _check_shapes(given["drafters"], asdict(drafting), asdict(Drafting()))
     with bar("preparing the embedded target") as progress:
-        return WhiFlash.from_pretrained(drafting=Drafting(**shape, **eagle), progress=progress, **given)
+        return WhiFlash.from_pretrained(drafting=drafting, progress=progress, **given)
 
 
 @app.command()
@@ -218,6 +226,17 @@ def demo(
 
     if not run(max_new_tokens, threshold):
         raise typer.Exit(1)
+
+
+def _check_shapes(drafters: str, given: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Refuse, before anything is loaded, what would otherwise be ignored."""
+    for name, takers in SHAPED.items():
+        if given[name] != plain[name] and not set(takers) & set(drafters.split("-")):
+            flag = name.replace("eagle3", "eagle").replace("_", "-")
+            raise WhiFlashError(
+                f"--{flag} has no effect on drafters {drafters}, since it shapes {' or '.join(takers)} drafts; leave it "
+                "out, or choose other drafters"
+            )
 
 
 def _template(enable_thinking: bool | None) -> dict[str, Any]:
