@@ -234,8 +234,8 @@ def _check_shapes(drafters: str, given: dict[str, Any], plain: dict[str, Any]) -
         if given[name] != plain[name] and not set(takers) & set(drafters.split("-")):
             flag = name.replace("eagle3", "eagle").replace("_", "-")
             raise WhiFlashError(
-                f"--{flag} has no effect on drafters {drafters}, since it shapes {' or '.join(takers)} drafts; leave it "
-                "out, or choose other drafters"
+                f"--{flag} has no effect on drafters {drafters}, since it shapes {' or '.join(takers)} drafts; "
+                "leave it out, or choose other drafters"
             )
 
 
