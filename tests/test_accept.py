@@ -150,6 +150,28 @@ def test_near_ties_keep_their_odds():
     check(chain_run(table, guess, 1), table, Sampling(1.0), 1)
 
 
+def half_precision(seed: int) -> Table:
+    table = Table(seed)
+    for length in range(3):
+        for prefix in itertools.product(range(VOCAB), repeat=length):
+            table.rows[prefix] = table(prefix).bfloat16()
+    return table
+
+
+def test_half_precision_drafts_are_judged_by_the_distribution_they_came_from(monkeypatch):
+    """Drawn and judged in float32 alike; a draw from probabilities rounded to bfloat16 would shift the odds."""
+    table, guess = half_precision(7), half_precision(8)
+    check(chain_run(table, guess), table, Sampling(0.9), 3)
+
+    def rounded(sampler, logits):
+        probs = sampler.probabilities(logits)
+        return sampler.draw(probs.bfloat16()), probs
+
+    monkeypatch.setattr(Sampler, "choose", rounded)
+    with pytest.raises(AssertionError):
+        check(chain_run(table, guess), table, Sampling(0.9), 3)
+
+
 def residual_without_q(draft, p, q, sampler):
     kept = sampler.uniform(len(draft) - 1, p.device) < (p[:-1] / q).gather(1, draft.tokens[1:, None])[:, 0]
     path = torch.cat([kept.new_ones(1), kept]).long().cumprod(0).bool()
