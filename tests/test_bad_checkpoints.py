@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
+from whiflash.model import WhiFlash
 from whiflash.nn.weights import resolve
 from whiflash.target.load import load_target
 
@@ -123,6 +124,7 @@ def speculators(config, stored, **keys):
 
 
 E3, DF = "eagle3", "dflash"
+ROPE = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 8}
 DRAFTERS = {
     "e3, missing tensor": (E3, lambda c, t: t.pop("norm.weight"), "no tensor norm.weight"),
     "e3, no head": (E3, lambda c, t: t.pop("lm_head.weight"), "no tensor lm_head.weight"),
@@ -160,6 +162,11 @@ DRAFTERS = {
     "e3, odd heads": (E3, lambda c, t: c.update(num_attention_heads=3), "not 3 even heads"),
     "e3, other activation": (E3, lambda c, t: c.update(hidden_act="gelu"), "activation 'gelu'"),
     "e3, rope": (E3, lambda c, t: c.update(rope_scaling={"type": "mrope"}), "rope type 'mrope' is not supported"),
+    "e3, a rope a layer type": (
+        E3,
+        lambda c, t: c.update(rope_parameters={"full_attention": ROPE, "sliding_attention": {"rope_theta": 1e6}}),
+        "each layer type its own rope_parameters",
+    ),
     "e3, P-EAGLE": (E3, lambda c, t: t.update(mask_hidden=torch.ones(1, 1, 96)), "is P-EAGLE"),
     "e3, other speculator": (
         E3,
@@ -245,6 +252,47 @@ def test_oddities_in_the_wild_load(target, tmp_path):
     assert torch.equal(wide.embed(torch.tensor([7])), stored["embed_tokens.weight"][7:8])
     del stored["embed_tokens.weight"]
     refused("brings no embedding of its own", load_eagle3, tiny.write(tmp_path / "bare", config, stored), target)
+
+
+@pytest.mark.parametrize("kind", LOAD)
+def test_a_rope_is_read_wherever_it_stands(kind, target, tmp_path):
+    """Of transformers 5, by layer type, and of transformers 4 with either name of the kind."""
+    old = {key: value for key, value in ROPE.items() if key not in ("rope_type", "rope_theta")}
+    ways = (
+        {"rope_parameters": ROPE},
+        {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+        {"rope_theta": 300.0, "rope_scaling": old | {"type": "yarn"}},
+        {"rope_theta": 300.0, "rope_scaling": old | {"rope_type": "yarn"}},
+    )
+    angles = []
+    for number, way in enumerate(({}, *ways)):
+        model = LOAD[kind](write(tmp_path / str(number), kind, lambda c, t, way=way: c.update(way)), target)
+        angles.append(torch.cat(model.rope(torch.arange(40), torch.float32)))
+    assert not torch.allclose(angles[0], angles[1])
+    assert all(torch.equal(other, angles[1]) for other in angles[2:])
+
+
+@pytest.mark.parametrize("kind", LOAD)
+def test_a_drafter_bent_on_padding_rows_changes_no_token(kind, target, tmp_path):
+    """Its table is padded further than the target's; rows that both have may be drafted, and are refused."""
+    rows, padded = VOCAB + 16, range(VOCAB - tiny.PADDING, VOCAB + 16)
+
+    def edit(config, stored):
+        config.update(vocab_size=rows)
+        for name in ("d2t", "t2d", "draft_vocab_size"):
+            (config if name in config else stored).pop(name, None)
+        head = torch.zeros(rows, 32)
+        for row in padded:  # opposite rows: whatever the state, the likeliest token is one of these
+            head[row] = row * (-1.0) ** row
+        stored |= {"lm_head.weight": head, "embed_tokens.weight": torch.ones(rows, 32)}
+
+    path = write(tmp_path / kind, kind, edit)
+    options = {"eagle3": path, "drafters": "e3"} if kind == E3 else {"dflash": path, "drafters": "df"}
+    prompt, count = list(b"a prompt"), {"max_new_tokens": 20, "ignore_eos": True}
+    output = WhiFlash.from_pretrained(target, **options).generate(prompt, **count)
+    assert output.tokens == WhiFlash.from_pretrained(target, drafters="none").generate(prompt, **count).tokens
+    assert sum(r.drafted for r in output.rounds) > 20 and sum(r.accepted for r in output.rounds) == 0
+    assert max(output.tokens) < VOCAB - tiny.PADDING
 
 
 @pytest.mark.parametrize("case", DRAFTERS)
