@@ -1,4 +1,4 @@
-"""`whiflash bench` and `whiflash sweep`: the paper's flags."""
+"""`whiflash bench` and `whiflash sweep` with the paper's flags; `calibrate` and `analyse`."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -104,6 +104,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(bench)
     app.command()(sweep)
     app.command()(calibrate)
+    app.command()(analyse)
 
 
 def bench(
@@ -224,6 +225,36 @@ def calibrate(
             dflash, eagle3, router, latency_profile, output,
         )
     )  # fmt: skip
+
+
+def analyse(
+    run: Annotated[Path, typer.Argument(help="Directory of results of bench or sweep.", show_default=False)],
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="More of them, to compare what switching costs (such as one with --whiflash-no-lazy-catchup).",
+            show_default=False,
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        _option("File that whiflash calibrate wrote for the same prompts and drafters; brings the oracles.", RUN),
+    ] = None,
+    latency_profile: Annotated[
+        Path | None,
+        _option("Replay with the times of this profile, or calibration; else the record's, else the run's.", RUN),
+    ] = None,
+    output: Annotated[
+        Path | None, _option("Directory of the report; analysis in that of the run if left out.", RUN, "--output")
+    ] = None,
+) -> None:
+    """Explain a run: oracles, who wins where, the router's choices, what switching costs; plots and a report."""
+    from whiflash.evaluation.analyse import Request
+    from whiflash.evaluation.analyse import analyse as explain
+
+    if latency_profile is not None and record is None:
+        raise WhiFlashError("--latency-profile is what a record is replayed with; give --record too, or leave it out")
+    explain(Request(run, others or (), record, latency_profile, output))
 
 
 def _measure(

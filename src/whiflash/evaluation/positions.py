@@ -1,4 +1,4 @@
-"""Positions of greedy answers where it is known what either slot of a pair would commit: recorded, or met in the run."""
+"""Positions of greedy answers where it is known what either slot would commit: recorded, or met in the run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -91,12 +91,15 @@ def score_name(method: Routed) -> str:
     return method.router if method.router == "entropy" else f"{method.router} {method.pair}"
 
 
-def from_record(texts: Sequence[Text], method: Routed) -> list[Roots]:
-    """Every root of the recorded answers; raises where the record lacks a drafter, a length or the router."""
+def from_record(record: Record, method: Routed) -> list[Roots]:
+    """Every root of the recorded answers; raises where the record lacks a drafter, its shape, or the router."""
     (first, first_length), (second, second_length) = method.shapes
-    score = score_name(method)
+    texts, score = record.texts, score_name(method)
+    longest = record.settings.get("longest", {})
     lacking = [name for name in (first, second) if any(name not in text.paths for text in texts)]
-    lacking += [f"the {score} router" for _ in "." if any(score not in text.scores for text in texts)]
+    lacking += [f"{score} router" for _ in "." if any(score not in text.scores for text in texts)]
+    lacking += [f"{name} with {n} nodes" for name, n in method.shapes if n > longest.get(name, n)]
+    lacking += ["EAGLE-3 trees" for _ in "." if method.tree]
     if lacking:
         raise WhiFlashError(
             f"the record has no {' and no '.join(lacking)}; run `whiflash calibrate --drafters {method.pair}` with the "

@@ -25,13 +25,17 @@ DRAFTER, ROUTER = re.compile(r"(\w+) \(≤ (\d+) drafted\)"), re.compile(r"(\w+)
 
 @dataclass(frozen=True)
 class Routed:
-    """A method that picked one of two shapes (slot 0, slot 1) every round: slot 1 where its score exceeds threshold."""
+    """A method that picked one of two shapes (slot 0, slot 1) every round: slot 1 where its score exceeds threshold.
+
+    tree: EAGLE-3 drafted trees, whose first nodes are no shorter draft.
+    """
 
     name: str
     router: str
     threshold: float
     shapes: tuple[Shape, Shape]
     mode: str
+    tree: bool = False
 
     @property
     def pair(self) -> str:
@@ -78,7 +82,9 @@ class Run:
             mode, shapes = self.mode(method), tuple(self.shapes(method).values())
             router = ROUTER.search(mode)
             if router and len(shapes) == 2:
-                found.append(Routed(method, router[1], float(router[2]), shapes, mode))
+                drafting = self.summary["settings"]["methods"][method]["drafting"]
+                tree = "e3" in dict(shapes) and drafting["eagle3_top_k"] > 1
+                found.append(Routed(method, router[1], float(router[2]), shapes, mode, tree))
         return found
 
 
@@ -122,8 +128,8 @@ def _lines(file: Path) -> Iterator[Row]:
                     raise ValueError("its rounds do not fit together")
         except (ValueError, KeyError, TypeError) as error:
             raise WhiFlashError(
-                f"{file}, line {number} is damaged ({type(error).__name__}: {error}); remove that line and run the same "
-                "benchmark again"
+                f"{file}, line {number} is damaged ({type(error).__name__}: {error}); remove that line and run the "
+                "same benchmark again"
             ) from error
         yield row
 

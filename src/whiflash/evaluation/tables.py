@@ -156,3 +156,15 @@ def machine_line(machine: Figures) -> str:
     parts = [machine.get("gpu") or machine["cpu"], f"{machine['threads']} threads", f"torch {machine['torch']}"]
     parts += [f"whiflash {machine['whiflash']}" + (f" at {machine['commit']}" if machine["commit"] else "")]
     return ", ".join(parts)
+
+
+def bounds_table(method: str, found: Figures) -> Table:
+    """Recorded answers replayed: either drafter, the router, the oracles, and what is possible at all."""
+    second = found["slots"][1][0]
+    table = _table(f"{method}: recorded answers, replayed", "AL", "tok/s", "of bound", f"{second}\ndrafts")
+    best = found["bounds"]["bound"]["tokens_per_second"]
+    for name, f in found["bounds"].items():
+        share = "–" if f["second_share"] is None else f"{f['second_share']:.0%}"
+        speed = f["tokens_per_second"]
+        table.add_row(name, number(f["acceptance_length"]), number(speed, 1), f"{speed / best:.0%}", share)
+    return table
