@@ -75,6 +75,7 @@ def train_router(
         raise WhiFlashError(f"pair {pair} needs a drafter that was not given: {', '.join(missing)}")
     fitted, validation = split_prompts(texts)
     network = fit(*_table(fitted, slots), *_table(validation, slots), recipe, target.device)
+    network.half().float()  # as it is saved, so that threshold and scores are those of the file
     threshold = best_threshold(network, validation, slots)
     scores = evaluate(network, held, slots, threshold)
     budget = recipe.tree_budget if "ddt" in slots else None
@@ -248,7 +249,7 @@ def export(network: RouterMLP, config: dict[str, Any], out: Path) -> None:
     temporary = out / "model.safetensors.tmp"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        save_file({name: t.contiguous() for name, t in network.state_dict().items()}, temporary)
+        save_file({name: t.half().contiguous() for name, t in network.state_dict().items()}, temporary)
         os.replace(temporary, out / "model.safetensors")
     except Exception as error:  # safetensors has its own error for a full disk
         with suppress(OSError):
