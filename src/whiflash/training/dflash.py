@@ -40,7 +40,7 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class DFlashRecipe:
-    """`anchors` blocks of `block` slots a text. `weights` is "exponential" (scale `gamma`) or "dpace" (`alpha`).
+    """`anchors` blocks of `block` slots a text. `weights` is "dpace" (`alpha`) or "exponential" (scale `gamma`).
 
     Labels cover the `draft_vocab` most frequent tokens, from which it then drafts, at a fraction of the full head's
     cost. `labels`: "soft" or "hard". `mask_token` None takes an unused special token.
@@ -51,7 +51,7 @@ class DFlashRecipe:
     mask_token: int | None = None
     draft_vocab: int = 8192
     anchors: int = 64
-    weights: str = "exponential"
+    weights: str = "dpace"
     gamma: float = 4.0
     alpha: float = 0.5
     labels: str = "soft"
