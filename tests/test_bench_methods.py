@@ -48,10 +48,11 @@ def test_a_pair_is_compared_with_its_drafters_in_the_same_shape():
 def test_shapes_thresholds_and_catchup_reach_the_method():
     flags = Flags(
         pairs=("ddt-e3",), routers=("neural",), router_path="r", neural_threshold=0.5, tree_budgets=(128,),
-        eagle_depth=3, block_size=8, no_lazy_catchup=True,
+        eagle_depth=3, block_size=8, no_lazy_catchup=True, no_kv_only=True,
     )  # fmt: skip
     method = plan(flags)[0][1]
-    assert (method.drafters, method.router, method.threshold, method.lazy) == ("ddt-e3", "r", 0.5, False)
+    assert (method.drafters, method.router, method.threshold) == ("ddt-e3", "r", 0.5)
+    assert not method.lazy and not method.kv_only
     assert (method.drafting.tree_budget, method.drafting.eagle3_depth, method.drafting.block_size) == (128, 3, 8)
 
 
@@ -79,6 +80,7 @@ REFUSED = [
     (["--speculative-algorithm", "DFLASH", "--whiflash-router", "entropy"], "--whiflash-router has no effect"),
     (["--speculative-algorithm", "DFLASH", "--whiflash-drafters", "df-e3"], "--whiflash-drafters has no effect"),
     (["--speculative-algorithm", "DFLASH", "--whiflash-no-lazy-catchup"], "--whiflash-no-lazy-catchup has no effect"),
+    (["--speculative-algorithm", "DFLASH", "--whiflash-no-kv-only"], "--whiflash-no-kv-only has no effect"),
     (["--speculative-algorithm", "EAGLE3", "--block-size", "8"], "--block-size has no effect"),
     (["--speculative-algorithm", "DDTREE", "--eagle-depth", "3"], "--eagle-depth has no effect"),
     (["--speculative-algorithm", "DDTREE", "--eagle-top-k", "3"], "--eagle-top-k has no effect"),

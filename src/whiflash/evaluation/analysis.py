@@ -203,6 +203,7 @@ def switching(run: Run, method: Routed) -> dict[str, Any]:
     spent = sum(seconds for seen in kinds.values() for seconds, _ in seen)
     return {
         "mode": method.mode,
+        "catching": method.catching,
         "rounds": rounds,
         "switches_per_100_rounds": 100 * len(kinds["switched"]) / rounds,
         "catch_up_share": spent / latency if latency else None,

@@ -77,6 +77,10 @@ NoLazy = Annotated[
     bool,
     typer.Option("--whiflash-no-lazy-catchup", help="Every drafter catches up every round.", rich_help_panel=ROUTING),
 ]
+NoKvOnly = Annotated[
+    bool,
+    typer.Option("--whiflash-no-kv-only", help="Catching up runs the whole draft model.", rich_help_panel=ROUTING),
+]
 
 Datasets = Annotated[
     list[str],
@@ -118,6 +122,7 @@ def bench(
     whiflash_neural_router_threshold: NeuralThreshold = None,
     whiflash_entropy_threshold: EntropyThreshold = None,
     whiflash_no_lazy_catchup: NoLazy = False,
+    whiflash_no_kv_only: NoKvOnly = False,
     ddtree_tree_budget: Budget = None,
     block_size: BlockSize = None,
     eagle_depth: EagleDepth = None,
@@ -145,7 +150,7 @@ def bench(
         _split(whiflash_router), whiflash_neural_router_path,
         *_thresholds(whiflash_neural_router_threshold, whiflash_entropy_threshold),
         _numbers(ddtree_tree_budget, "--ddtree-tree-budget"), block_size, eagle_depth, eagle_top_k, eagle_total_tokens,
-        whiflash_no_lazy_catchup,
+        whiflash_no_lazy_catchup, whiflash_no_kv_only,
     )  # fmt: skip
     _measure(
         flags, model_name_or_path, dtype, device, dataset, dataset_dir, max_samples, max_new_tokens, temperature, seed,
@@ -232,7 +237,7 @@ def analyse(
     others: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="More of them, to compare what switching costs (such as one with --whiflash-no-lazy-catchup).",
+            help="More of them, to compare what switching costs (such as one with --whiflash-no-kv-only).",
             show_default=False,
         ),
     ] = None,

@@ -35,6 +35,7 @@ class Flags:
     eagle_top_k: int | None = None
     eagle_total_tokens: int | None = None
     no_lazy_catchup: bool = False
+    no_kv_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Method:
     threshold: float | str | None = None
     drafting: Drafting = field(default_factory=Drafting)
     lazy: bool = True
+    kv_only: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def _refuse(flags: Flags) -> None:
         ("--whiflash-neural-router-threshold", flags.neural_threshold, "neural" in routers, "--whiflash-router neural"),
         ("--whiflash-entropy-threshold", flags.entropy_threshold, "entropy" in routers, "--whiflash-router entropy"),
         ("--whiflash-no-lazy-catchup", flags.no_lazy_catchup or None, whiflash, "WHIFLASH"),
+        ("--whiflash-no-kv-only", flags.no_kv_only or None, whiflash, "WHIFLASH"),
         ("--ddtree-tree-budget", flags.tree_budgets, "ddt" in used, "DDTREE, or WHIFLASH with a pair that has ddt"),
         ("--block-size", flags.block_size, used & {"df", "ddt"}, "DFLASH, DDTREE, or WHIFLASH"),
         ("--eagle-depth", flags.eagle_depth, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
@@ -169,6 +172,7 @@ def _methods(flags: Flags) -> Iterator[Method]:
                         threshold,
                         drafting(nodes),
                         not flags.no_lazy_catchup,
+                        not flags.no_kv_only,
                     )
 
 
@@ -187,7 +191,8 @@ def load(
         try:
             model = WhiFlash.from_pretrained(
                 target, dflash=dflash, eagle3=eagle3, drafters=method.drafters, router=method.router,
-                threshold=method.threshold, drafting=method.drafting, lazy=method.lazy, timed=timed,
+                threshold=method.threshold, drafting=method.drafting, lazy=method.lazy, kv_only=method.kv_only,
+                timed=timed,
             )  # fmt: skip
         except WhiFlashError as error:
             if not (lenient and method.router == "neural"):
@@ -224,5 +229,6 @@ def mode(model: WhiFlash) -> str:
     if len(model.drafters) > 1 and model.router is not None:
         threshold = getattr(model.router, "threshold", None)
         parts.append(f"{model.router.name} router" + ("" if threshold is None else f" at {threshold:g}"))
-        parts.append("lazy catch-up" if model.lazy else "eager catch-up")
+        catch_up = "lazy catch-up" if model.lazy else "eager catch-up"
+        parts.append(catch_up if model.kv_only else f"{catch_up} by full passes")
     return ", ".join([*parts, f"{target.dtype}".removeprefix("torch."), str(target.device)])

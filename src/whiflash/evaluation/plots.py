@@ -14,6 +14,7 @@ from whiflash.journal import write_atomic
 
 # distinct for colour-blind readers, and against white and dark pages
 COLORS = {"df": "#3b7fc4", "ddt": "#2a9d8f", "e3": "#e07b39", "target": "#8a8f98"}
+PAIR_COLORS, MARKERS = {"df-e3": "#8b5fbf", "ddt-e3": "#c2557a", "df-ddt": "#b08d1f"}, "oDs^vP"
 TIE, ROUTER, ORACLE = "#b9bec7", "#8b5fbf", "#3f8f4f"
 PHASE_COLORS = ("#8b5fbf", "#e07b39", "#3b7fc4", "#8a8f98", "#d4a72c", "#2a9d8f")
 # stands for the page's text colour, which an SVG inside a page can take over
@@ -81,16 +82,19 @@ def inline(svg: str, name: str, alt: str) -> str:
 def speeds(plots: Plots, summary: Mapping[str, Any]) -> None:
     """Decode throughput of every method relative to plain decoding, by category, with 95 % intervals."""
     methods = {name: found["categories"] for name, found in summary["methods"].items() if name != BASELINE}
+    drafters = [summary["settings"]["methods"][name]["drafters"] for name in methods]
     categories = list(dict.fromkeys(c for found in methods.values() for c in found))
-    with plots.figure("speeds", "Decode throughput relative to plain decoding, by category and method") as axes:
+    height = SIZE[1] + len(methods) // 4 / 4
+    with plots.figure("speeds", "Decode throughput relative to plain decoding, by category and method", height) as axes:
         for place, (name, found) in enumerate(methods.items()):
             for index, category in enumerate(categories):
                 ratio = found.get(category, {}).get("decode_ratio", {"value": None})
                 if ratio["value"] is None:
                     continue
                 x = index + 0.7 * ((place + 0.5) / len(methods) - 0.5)
-                color = _method_color(name, place)
-                axes.plot(x, ratio["value"], "o", color=color, ms=5, label=name)
+                color = {**COLORS, **PAIR_COLORS}[drafters[place]]
+                marker = MARKERS[drafters[:place].count(drafters[place]) % len(MARKERS)]
+                axes.plot(x, ratio["value"], marker, color=color, ms=5, label=name)
                 if ratio["low"] is not None:
                     axes.vlines(x, ratio["low"], ratio["high"], color=color, lw=1.5)
         axes.axhline(1, color=INK, lw=0.8, ls=":")
@@ -215,8 +219,3 @@ def _runs(plots: Plots, name: str, found: Mapping[str, Any], runs: Mapping[str, 
         axes.set_xlabel("rounds without a switch")
         axes.set_ylabel("% of runs at least so long")
         axes.legend()
-
-
-def _method_color(name: str, place: int) -> str:
-    alone = {"DFlash": COLORS["df"], "EAGLE-3": COLORS["e3"]}
-    return alone.get(name) or (COLORS["ddt"], ROUTER, ORACLE, "#c2557a", "#d4a72c", "#5b6bc0")[place % 6]

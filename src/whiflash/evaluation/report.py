@@ -6,7 +6,7 @@ from typing import Any
 from whiflash.evaluation import tables
 from whiflash.evaluation.methods import BASELINE
 from whiflash.evaluation.plots import COLORS
-from whiflash.evaluation.runs import EAGER, Routed, Run
+from whiflash.evaluation.runs import Routed, Run
 from whiflash.evaluation.statistics import OVERALL
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
@@ -49,7 +49,6 @@ def render(
         samples=samples,
         missing=missing,
         colors=COLORS,
-        eager=EAGER,
     )
 
 

@@ -21,6 +21,7 @@ Shape = tuple[str, int]
 EAGER = "eager"
 # what `methods.mode` writes
 DRAFTER, ROUTER = re.compile(r"(\w+) \(≤ (\d+) drafted\)"), re.compile(r"(\w+) router at ([^\s,]+)")
+CATCHING = re.compile(r"(\w+) catch-up( by full passes)?")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Routed:
     @property
     def pair(self) -> str:
         return "-".join(name for name, _ in self.shapes)
+
+    @property
+    def catching(self) -> str:
+        """lazy or eager, and whether by full passes of the draft model."""
+        found = CATCHING.search(self.mode)
+        return f"{found[1]}, {'full passes' if found[2] else 'KV only'}" if found else "?"
 
     @property
     def label(self) -> str:
