@@ -13,6 +13,7 @@ import tiny
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.model import WhiFlash
+from whiflash.nn.rotary import RopeConfig
 from whiflash.nn.weights import resolve
 from whiflash.target.load import load_target
 
@@ -263,6 +264,7 @@ def test_a_rope_is_read_wherever_it_stands(kind, target, tmp_path):
         {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
         {"rope_theta": 300.0, "rope_scaling": old | {"type": "yarn"}},
         {"rope_theta": 300.0, "rope_scaling": old | {"rope_type": "yarn"}},
+        {"rope_parameters": ROPE, "rope_scaling": old | {"type": "yarn"}},
     )
     angles = []
     for number, way in enumerate(({}, *ways)):
@@ -270,6 +272,12 @@ def test_a_rope_is_read_wherever_it_stands(kind, target, tmp_path):
         angles.append(torch.cat(model.rope(torch.arange(40), torch.float32)))
     assert not torch.allclose(angles[0], angles[1])
     assert all(torch.equal(other, angles[1]) for other in angles[2:])
+
+
+def test_two_ropes_in_one_config_are_refused():
+    other = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(WhiFlashError, match="both rope_parameters"):
+        RopeConfig.from_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": other})
 
 
 @pytest.mark.parametrize("kind", LOAD)

@@ -297,6 +297,9 @@ def test_bad_input_gets_a_sentence(work, tmp_path):
         train_all(target, tmp_path, Recipe())
     with pytest.raises(WhiFlashError, match="cannot be read"):
         train_all(target, tmp_path, Recipe(), prompts=[tmp_path / "none"])
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(WhiFlashError, match="cannot be read"):
+        train_all(target, tmp_path, Recipe(), texts=tmp_path / "latin.jsonl")
     with pytest.raises(WhiFlashError, match="taps"):
         train_all(target, tmp_path, replace(Recipe(), texts=TextRecipe(taps=(99,))), texts=answers)
     with pytest.raises(WhiFlashError, match="needs an EAGLE-3 head"):

@@ -24,7 +24,13 @@ class RopeConfig:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "RopeConfig":
         """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`; without a theta it is 10,000."""
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+        if new and old and _scaling(new) != _scaling(old):
+            raise WhiFlashError(
+                f"the config says both rope_parameters = {dict(new)} and rope_scaling = {dict(old)}; readers differ on "
+                "which one counts, so remove the one that the model was not trained with"
+            )
+        rope = dict(new or old)
         if rope and all(isinstance(v, Mapping) for v in rope.values()):
             distinct = [dict(v) for v in rope.values()]
             if any(v != distinct[0] for v in distinct):
@@ -44,6 +50,12 @@ class RopeConfig:
         # transformers falls back to the model's context length when a scaled rope does not name the original one
         rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         return cls(float(theta), kind, {} if kind == "default" else rope)
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What scales a rope, by its new names; theta may stand elsewhere."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return {**{k: v for k, v in rope.items() if k not in ("type", "rope_theta")}, "rope_type": kind}
 
 
 class Rotary:
