@@ -137,6 +137,6 @@ def _card(kind: str, target: Target, settings: Mapping[str, Any], report: Mappin
             + ", ".join(f"{h['step']}: {h['acceptance']['overall']['rounds']:.3f}" for h in history),
             "",
         ]
-    facts = {**report.get("data", {}), "recipe": report.get("recipe", {})}
+    facts = {key: report[key] for key in ("data", "compute", "recipe") if key in report}
     lines += ["```json", json.dumps(facts, indent=1), "```", ""]
     return "\n".join(lines)

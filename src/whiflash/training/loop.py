@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whiflash.errors import WhiFlashError
 from whiflash.training.evaluate import Scores
-from whiflash.training.features import Sample, Source, processes
+from whiflash.training.features import Sample, Source, describe, processes
 
 # settings that may change when a run is resumed
 FREE = ("steps", "hours", "evaluate_every", "save_every")
@@ -145,7 +145,7 @@ def train(
         finished = _progress(run, config, world) >= 1
         if run.step % config.evaluate_every == 0 or finished:
             with _swapped(parameters, average):
-                _evaluate(trainee, run, window, out, rank, log)
+                _evaluate(trainee, source, run, window, out, rank, log)
             window.clear()
             run.elapsed = before + time.monotonic() - began
         if rank == 0 and (run.step % config.save_every == 0 or run.step % config.evaluate_every == 0 or finished):
@@ -233,8 +233,9 @@ class _swapped:
 
 
 def _evaluate(
-    trainee: Trainee, run: Run, window: list[float], out: Path, rank: int, log: Callable[[str], None]
+    trainee: Trainee, source: Source, run: Run, window: list[float], out: Path, rank: int, log: Callable[[str], None]
 ) -> None:
+    device = next(trainee.module.parameters()).device
     trainee.module.eval()
     scores = trainee.evaluate() if rank == 0 else Scores()
     trainee.module.train()
@@ -248,10 +249,17 @@ def _evaluate(
     }
     run.history.append(row)
     log(f"step {run.step}  loss {row['loss']}  held-out AL {scores.acceptance:.4f} in rounds")
+    report = {"history": run.history, "data": describe(source.texts), "compute": _compute(device)}
     # without held-out texts the last is the best
     for name in ("last", "best") if scores.acceptance >= run.best else ("last",):
-        trainee.export(out / name, {"history": run.history})
+        trainee.export(out / name, report)
     run.best = max(run.best, scores.acceptance)
+
+
+def _compute(device: torch.device) -> str:
+    """What a card says a run was trained on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
+    return f"{name}, {os.environ.get('WORLD_SIZE', 1)} process(es)"
 
 
 def _save(
