@@ -93,7 +93,7 @@ def load_dflash(
     model.target_embed, model.target_head = target.network.embed, target.network.head
     ids = None if model.lm_head else layouts.read_draft_vocabulary(Path(weights.path), target.vocab_size)
     if ids is not None:
-        model.draft_from(ids.to(target.device), target.head_rows(ids).to(target.dtype))
+        model.draft_from(ids.to(target.device), target.network.head_rows(ids).to(target.dtype))
     if packed:
         for layer in model.layers:
             layer.attention.split_kv()

@@ -153,6 +153,13 @@ class Adapter:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    @torch.no_grad()
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """What is the head's weight for the tokens `ids` [n] → [n, width], float32: its answers to unit vectors."""
+        units = torch.eye(self.width, dtype=self.model.dtype, device=self.model.device).split(256)
+        columns = [self.head(unit)[:, ids.to(unit.device)].float() for unit in units]
+        return torch.cat(columns).T.contiguous()
+
     def new_cache(self, capacity: int) -> Any:
         return AdapterCache(self.config)
 

@@ -64,6 +64,10 @@ class Decoder(nn.Module):
         """Final-normed hidden states [..., width] → logits [..., vocab]."""
         return self.lm_head(hidden)
 
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """The head's weight for the tokens `ids` [n] → [n, width], float32."""
+        return self.lm_head.dense().detach()[ids.to(self.norm.weight.device)].float()
+
     def new_cache(self, capacity: int) -> KVCache:
         shape, weight = self.config.shape, self.norm.weight
         return KVCache(self.config.layers, shape.kv_heads, shape.head_dim, capacity, weight.dtype, weight.device)

@@ -35,6 +35,8 @@ class Network(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor: ...
 
+    def head_rows(self, ids: Tensor) -> Tensor: ...
+
     def new_cache(self, capacity: int) -> KVCache: ...
 
 
@@ -134,16 +136,6 @@ class Target:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise WhiFlashError(f"prompt token ids must lie in 0..{self.vocab_size - 1}, the vocabulary of {self.name}")
         return tokens
-
-    @torch.inference_mode()
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """The head's weight for the tokens `ids` [n] → [n, width], float32.
-
-        A head is linear, so these are its answers to unit vectors; packed weights cannot be read otherwise.
-        """
-        units = torch.eye(self.width, dtype=self.dtype, device=self.device).split(256)
-        columns = [self.network.head(unit)[:, ids.to(self.device)].float() for unit in units]
-        return torch.cat(columns).T.contiguous()
 
     def fingerprint(self) -> str:
         """Sixteen hex digits of the config and the weight files' names and sizes: tells one target from another."""

@@ -39,8 +39,7 @@ class Teacher(nn.Module):
 
     def __init__(self, target: Target, ids: Tensor):
         super().__init__()
-        # out of inference mode, so that autograd may save them
-        self.register_buffer("rows", target.head_rows(ids).clone(), persistent=False)
+        self.register_buffer("rows", target.network.head_rows(ids), persistent=False)
         self.register_buffer("ids", ids.to(target.device), persistent=False)
         known = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
         known[self.ids] = True
