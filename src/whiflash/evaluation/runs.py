@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -192,7 +191,3 @@ def _line(points: Sequence[tuple[int, float]], behind: int) -> CatchUp:
     elif fixed < 0:
         row, fixed = seconds.sum() / rows.sum(), 0.0
     return CatchUp(float(fixed), float(row), behind)
-
-
-def column(turns: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    return list(chain.from_iterable(turn["rounds"][name] for turn in turns))

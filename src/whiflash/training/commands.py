@@ -1,6 +1,5 @@
 """`whiflash train …`: the training stages on the command line."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,10 +73,11 @@ def data(
     device: Device = None,
 ) -> None:
     """Answer prompts with the target, greedily or sampled, many at a time."""
+    from whiflash.training.features import check_alone
     from whiflash.training.recipe import Recipe
     from whiflash.training.synthesize import make_data
 
-    _check_alone("data")
+    check_alone("data")
     chosen = (_recipe(recipe, target, seed) if recipe else Recipe().seeded(seed or 0)).data
     given: dict[str, Any] = {
         "synthesise": synthesise, "count": count, "max_tokens": max_tokens, "max_prompt": max_prompt,
@@ -159,9 +159,10 @@ def router(
     """Train a router for a pair of drafters."""
     from whiflash.training import pipeline
     from whiflash.training.acceptance import Drafters
+    from whiflash.training.features import check_alone
     from whiflash.training.router import train_router
 
-    _check_alone("router")
+    check_alone("router")
     chosen = _recipe(recipe, target, seed)
     given: dict[str, Any] = {"tree_budget": tree_budget, "chain": eagle_depth}
     settings = replace(
@@ -195,9 +196,10 @@ def everything(
     device: Device = None,
 ) -> None:
     """Answers, EAGLE-3, DFlash and routers in one go; run again, it resumes and skips what is done."""
+    from whiflash.training.features import check_alone
     from whiflash.training.pipeline import train_all
 
-    _check_alone("all")
+    check_alone("all")
     chosen = _recipe(recipe, target, seed)
     _check_hours(hours)
     loaded = _target(target, dtype, device)
@@ -263,15 +265,6 @@ def _texts(
 
     settings = replace(recipe.texts, online=True) if online else recipe.texts
     return prepare_texts(target, file, settings, features or file.with_name(f"{file.stem}.features"), _log)
-
-
-def _check_alone(stage: str) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if processes > 1:
-        raise WhiFlashError(
-            f"`train {stage}` runs in one process, and torchrun started {processes}; "
-            "start only `train eagle3` and `train dflash` under torchrun"
-        )
 
 
 def _check_hours(hours: float | None) -> None:

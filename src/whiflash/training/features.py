@@ -322,6 +322,16 @@ def prepare(
     return source, samples, spare
 
 
+def check_alone(stage: str) -> None:
+    """Refuse `stage`, which runs in one process, where torchrun started several."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        raise WhiFlashError(
+            f"`train {stage}` runs in one process, and torchrun started {world}; "
+            "start only `train eagle3` and `train dflash` under torchrun"
+        )
+
+
 def processes() -> tuple[int, int]:
     """(rank, number) of this process under torchrun, joined; (0, 1) otherwise."""
     world = int(os.environ.get("WORLD_SIZE", 1))

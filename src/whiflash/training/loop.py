@@ -259,7 +259,7 @@ def _evaluate(
 def _compute(device: torch.device) -> str:
     """What a card says a run was trained on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
-    return f"{name}, {os.environ.get('WORLD_SIZE', 1)} process(es)"
+    return f"{name}, {processes()[1]} process(es)"
 
 
 def _save(

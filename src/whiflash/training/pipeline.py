@@ -18,7 +18,7 @@ from whiflash.target.target import Target
 from whiflash.training.acceptance import Drafters, Measured, measure
 from whiflash.training.dflash import train_dflash
 from whiflash.training.eagle3 import train_eagle3
-from whiflash.training.features import Sample, Source, describe, prepare
+from whiflash.training.features import Sample, Source, check_alone, describe, prepare
 from whiflash.training.loop import LoopConfig, Run
 from whiflash.training.recipe import Recipe, TextRecipe
 from whiflash.training.router import RouterRecipe, train_router
@@ -136,8 +136,7 @@ def train_all(
     """
     if hours is not None and not hours > 0:
         raise WhiFlashError(f"the time budget must be positive, got {hours} hours")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise WhiFlashError("`train all` runs in one process; start `train eagle3` and `train dflash` under torchrun")
+    check_alone("all")
     out, work = Path(out), Path(out) / "work"
     with exclusive(work / "lock"):
         progress = Progress(work / "progress.json", log)
