@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import tiny
 from whiflash.evaluation.benchmark import Protocol
 from whiflash.evaluation.measure import Request, measure
@@ -54,6 +56,14 @@ def build(directory: Path, prompts: int = 4) -> Kit:
         tiny.write(directory / "eagle3", *tiny.eagle3_head(vocab)),
         write_rows(directory / "prompts.jsonl", rows),
     )
+
+
+def router(directory: Path, pair: str, budget: int | None = None) -> Path:
+    """A random neural router for the tiny target."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"fc1.weight": (8, 32), "fc1.bias": (8,), "fc2.weight": (1, 8), "fc2.bias": (1,)}
+    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    return tiny.write(directory, {"format": "whiflash-router", "pair": pair, "tree_budget": budget}, tensors)
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:

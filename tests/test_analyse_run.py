@@ -10,11 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import bench_kit
-import tiny
 from bench_kit import Kit, rows
 from whiflash.cli import app
 from whiflash.errors import WhiFlashError
@@ -37,12 +35,7 @@ def kit(tmp_path_factory) -> Kit:
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory) -> Path:
-    random = torch.Generator().manual_seed(0)
-    shapes = {"fc1.weight": (8, 32), "fc1.bias": (8,), "fc2.weight": (1, 8), "fc2.bias": (1,)}
-    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    return tiny.write(
-        tmp_path_factory.mktemp("router") / "neural", {"format": "whiflash-router", "pair": "df-e3"}, tensors
-    )
+    return bench_kit.router(tmp_path_factory.mktemp("router") / "neural", "df-e3")
 
 
 @pytest.fixture(scope="module")

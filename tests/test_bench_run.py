@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from pyarrow import parquet
 from typer.testing import CliRunner
 
 import bench_kit
-import tiny
 from bench_kit import Kit, answers, rows, run
 from whiflash.cli import app
 from whiflash.decoding.session import PHASES
@@ -287,17 +285,10 @@ def test_a_neural_router_that_does_not_exist_fails_where_it_was_asked_for(kit, t
         run(kit.request(tmp_path, flags=kit.flags(("WHIFLASH",), routers=("neural",))))
 
 
-def neural_router(directory: Path, pair: str, budget: int | None) -> str:
-    random = torch.Generator().manual_seed(0)
-    shapes = {"fc1.weight": (8, 32), "fc1.bias": (8,), "fc2.weight": (1, 8), "fc2.bias": (1,)}
-    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    return str(tiny.write(directory, {"format": "whiflash-router", "pair": pair, "tree_budget": budget}, tensors))
-
-
 def test_neural_router(kit, whole, tmp_path):
     flags = kit.flags(
         ("WHIFLASH",), pairs=("ddt-e3",), routers=("neural",), tree_budgets=(8,), neural_threshold=0.25,
-        router_path=neural_router(tmp_path / "router", "ddt-e3", 8),
+        router_path=str(bench_kit.router(tmp_path / "router", "ddt-e3", 8)),
     )  # fmt: skip
     run(kit.request(tmp_path / "out", flags=flags))
     name = "WhiFlash-Neural ddt-e3 8"
@@ -317,7 +308,7 @@ def test_neural_router(kit, whole, tmp_path):
 def test_a_router_for_another_setting_is_refused(kit, tmp_path, pair, budget, words):
     flags = kit.flags(
         ("WHIFLASH",), pairs=("ddt-e3",), routers=("neural",), tree_budgets=(8,),
-        router_path=neural_router(tmp_path / "router", pair, budget),
+        router_path=str(bench_kit.router(tmp_path / "router", pair, budget)),
     )  # fmt: skip
     with pytest.raises(WhiFlashError, match=f"was trained for (a )?{words}"):
         run(kit.request(tmp_path / "out", flags=flags))

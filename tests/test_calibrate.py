@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import bench_kit
 import tiny
@@ -25,11 +24,7 @@ def kit(tmp_path_factory) -> Kit:
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory) -> Path:
-    random = torch.Generator().manual_seed(0)
-    shapes = {"fc1.weight": (8, 32), "fc1.bias": (8,), "fc2.weight": (1, 8), "fc2.bias": (1,)}
-    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    config = {"format": "whiflash-router", "pair": "ddt-e3", "tree_budget": 16}
-    return tiny.write(tmp_path_factory.mktemp("router") / "neural", config, tensors)
+    return bench_kit.router(tmp_path_factory.mktemp("router") / "neural", "ddt-e3", 16)
 
 
 @pytest.fixture(scope="module")

@@ -141,9 +141,10 @@ def test_every_mode_answers_as_transformers_does(lab, prompt_of, name, number):
     prompt = prompt_of(name, number)
     wanted = lab.reference(prompt, COUNT)
     for mode, parts in modes().items():
-        lazy, eager = (lab.answer(prompt, *parts, lazy=lazy, count=COUNT) for lazy in (True, False))
+        lazy = lab.answer(prompt, *parts, lazy=True, count=COUNT)
         lab.check(mode, prompt, wanted, lazy.tokens)
-        assert lazy == eager, mode
+        if parts[0]:
+            assert lazy == lab.answer(prompt, *parts, lazy=False, count=COUNT), mode
 
 
 @pytest.mark.slow
