@@ -250,6 +250,20 @@ def test_pieces_are_the_text_whatever_the_bytes(speller, data):
 
 
 @pytest.mark.parametrize("speller", SPELLERS.values(), ids=SPELLERS)
+@pytest.mark.parametrize("stop", ["😀😀", "é€", "漢字", "a😀a"])
+def test_a_stop_string_is_held_back_while_its_next_character_is_half_there(speller, stop):
+    """Cut at every pair of bytes: nothing of the stop string may be given out before it is known not to be one."""
+    tokens = speller.spell("the " + stop)
+    for first in range(len(tokens)):
+        for second in range(first, len(tokens)):
+            answer, text = Answer(speller.decode, Stopping(10**6, stop=(stop,)), speller.byte_ids), ""
+            for part in (tokens[:first], tokens[first:second], tokens[second:]):
+                answer.take(part)
+                text += answer.piece()
+            assert (answer.finish_reason, text) == ("stop", "the ")
+
+
+@pytest.mark.parametrize("speller", SPELLERS.values(), ids=SPELLERS)
 def test_characters_come_whole_and_soon(speller):
     """No piece holds half a character, and long text is given out as it comes, not at the end."""
     tokens = speller.spell("".join(WORDS[:5]) * 20 + " the")

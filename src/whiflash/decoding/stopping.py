@@ -110,9 +110,6 @@ class Answer:
         if run:
             before = self._settled + self._decode(self.tokens[self._window : len(self.tokens) - run])
             held = max(held, len(text) - len(before))
-        for stop in self._stopping.stop:
-            for length in range(min(len(stop) - 1, len(text)), 0, -1):
-                if text.endswith(stop[:length]):
-                    held = max(held, length)
-                    break
-        return held
+        sure = text[: len(text) - held]  # a stop string may begin here and go on in what is not sure yet
+        begun = (n for stop in self._stopping.stop for n in range(1, len(stop)) if sure.endswith(stop[:n]))
+        return held + max(begun, default=0)
