@@ -19,8 +19,9 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/whiflash demo
 
+# The same random examples each time: a red run then means the change. `test-full` searches anew.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --hypothesis-profile=ci
 
 test-full: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m ""
