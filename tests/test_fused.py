@@ -1,5 +1,7 @@
 """The fused layer is the layer: same outputs and K/V within rounding, and a row's bits do not depend on its company."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -23,11 +25,15 @@ SHAPES = {
 }
 
 
-def make(shape: dict) -> tuple[Layer, Layer, Rotary]:
+STORED = {"float32": [torch.float32], "mixed": [torch.bfloat16, torch.float32, torch.float16]}
+
+
+def make(shape: dict, stored=STORED["float32"]) -> tuple[Layer, Layer, Rotary]:
     torch.manual_seed(0)
     layer = Layer(LayerShape(**shape))
-    for p in layer.parameters():
+    for p, dtype in zip(layer.parameters(), cycle(stored), strict=False):
         torch.nn.init.normal_(p, std=0.3)
+        p.data = p.data.to(dtype).float()
     packed = Layer(LayerShape(**shape))
     packed.load_state_dict(layer.state_dict())
     pack(packed)
@@ -51,11 +57,12 @@ def tree(rows: int) -> torch.Tensor:
     return seen
 
 
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("past", [0, 1, 37, 200])
-def test_equals_the_layer(name, past):
+def test_equals_the_layer(name, past, stored):
     shape = SHAPES[name]
-    layer, packed, rotary = make(shape)
+    layer, packed, rotary = make(shape, STORED[stored])
     for rows in (1, 2, 3, 7, 12, 17, 33, MOST_ROWS):
         x = torch.randn(1, rows, shape["width"])
         rope = rotary(torch.arange(past, past + rows), x.dtype)

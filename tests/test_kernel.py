@@ -36,6 +36,31 @@ def test_products_are_right(pack, outputs, inputs):
 
 
 @pytest.mark.skipif(kernel.load() is None, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), WIDTHS)
+def test_weights_of_a_16_bit_checkpoint_are_kept_so_and_give_the_same_bits(dtype, outputs, inputs, monkeypatch):
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs).to(dtype)
+    weight.view(-1)[0] = 2.0**-24 if dtype == torch.float16 else 2.0**-100  # subnormal in one, only in the other
+    narrow = kernel.PanelWeight(weight.float(), kernel.load())
+    assert narrow.panels.dtype in (dtype, torch.bfloat16) and torch.equal(narrow.dense(), weight.float())
+    monkeypatch.setattr(kernel, "narrowest", lambda weight, library: weight)
+    wide = kernel.PanelWeight(weight.float(), kernel.load())
+    for rows in (*range(1, 15), 33):
+        x = torch.randn(rows, inputs)
+        assert torch.equal(narrow(x, None), wide(x, None))
+
+
+@pytest.mark.skipif(kernel.load() is None, reason="no C compiler")
+@pytest.mark.parametrize("odd", [1 / 3, 1e30, float("nan")])
+def test_one_number_that_needs_more_keeps_the_weight_wide(odd):
+    for place in (0, -1):
+        weight = torch.randn(40, 16).half().float()
+        weight.view(-1)[place] = odd
+        assert kernel.narrowest(weight, kernel.load()).dtype == torch.float32
+
+
+@pytest.mark.skipif(kernel.load() is None, reason="no C compiler")
 def test_a_row_is_the_same_alone_and_among_others():
     torch.manual_seed(0)
     packed = kernel.PanelWeight(torch.randn(200, 576), kernel.load())

@@ -39,15 +39,21 @@ def fuse(attention: Attention, mlp: MLP, mlp_norm: RMSNorm, attention_norm: RMSN
     return FusedLayer(attention, mlp, mlp_norm, attention_norm, library)
 
 
+class _Panels(ctypes.Structure):
+    """`struct panels` of kernel.c."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("kind", ctypes.c_long))
+
+
 class _Struct(ctypes.Structure):
     """`struct layer` of kernel.c."""
 
     _pointers = (
-        "attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "mlp_norm", "gate_up", "gate_up_bias",
-        "down", "down_bias",
+        "attention_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "mlp_norm", "gate_up_bias", "down_bias",
     )  # fmt: skip
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _pointers),
+        *((name, _Panels) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_long) for name in ("width", "width_in", "heads", "kv_heads", "head_dim", "inner")),
         ("eps", ctypes.c_float),
     )
@@ -66,15 +72,16 @@ class FusedLayer:
     ):
         norms = {"attention_norm": attention_norm, "mlp_norm": mlp_norm, "q_norm": attention.q_norm}
         norms["k_norm"] = attention.k_norm
-        tensors: dict[str, Tensor | None] = {name: norm.weight for name, norm in norms.items() if norm is not None}
         products = {"qkv": attention.qkv, "o": attention.o, "gate_up": mlp.gate_up, "down": mlp.down}
-        for name, product in products.items():
-            assert isinstance(product.packed, kernel.PanelWeight)
-            tensors |= {name: product.packed.panels, f"{name}_bias": product.bias}
-        self.tensors = {name: t.detach().contiguous() for name, t in tensors.items() if t is not None}
+        given: dict[str, Tensor | None] = {name: norm.weight for name, norm in norms.items() if norm is not None}
+        given |= {f"{name}_bias": product.bias for name, product in products.items()}
+        self.tensors = {name: t.detach().contiguous() for name, t in given.items() if t is not None}
+        panels = {name: product.packed for name, product in products.items()}
+        self.panels = {name: p for name, p in panels.items() if isinstance(p, kernel.PanelWeight)}
         self.library = library
         self.struct = _Struct(
             **{name: t.data_ptr() for name, t in self.tensors.items()},
+            **{name: _Panels(p.panels.data_ptr(), p.kind) for name, p in self.panels.items()},
             width=mlp.down.out_features,
             width_in=attention.qkv.in_features,
             heads=attention.heads,

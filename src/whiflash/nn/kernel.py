@@ -23,30 +23,46 @@ from whiflash.home import home
 SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+# How kernel.c calls the types that numbers are stored in.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The row count oneDNN's layout is chosen for: a verify pass rarely has more rows than this.
 ONEDNN_ROWS = 16
 
 
 class PanelWeight:
-    """A float32 weight [out, in] for the kernel: panels of outputs, each read straight through."""
+    """A float32 weight [out, in] for the kernel: panels of outputs, each read straight through.
+
+    Weights that came from a 16-bit checkpoint are kept in 16 bits: the same numbers, the same results to the bit, and
+    half the memory to read.
+    """
 
     def __init__(self, weight: Tensor, library: ctypes.CDLL):
         self.library, (self.outputs, self.inputs) = library, weight.shape
         width = library.panel_width()
-        padded = F.pad(weight.detach(), (0, 0, 0, -self.outputs % width))
+        padded = F.pad(narrowest(weight.detach(), library), (0, 0, 0, -self.outputs % width))
         self.panels = padded.view(-1, width, self.inputs).transpose(1, 2).contiguous()
+        self.kind = KINDS[self.panels.dtype]
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.outputs)
         self.library.matmul(
-            x.data_ptr(), self.panels.data_ptr(), y.data_ptr(), x.numel() // self.inputs, self.inputs, self.outputs,
-            torch.get_num_threads(),
+            x.data_ptr(), self.panels.data_ptr(), self.kind, y.data_ptr(), x.numel() // self.inputs, self.inputs,
+            self.outputs, torch.get_num_threads(),
         )  # fmt: skip
         return y if bias is None else y.add_(bias)
 
     def dense(self) -> Tensor:
-        return self.panels.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs]
+        return self.panels.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs].float()
+
+
+def narrowest(weight: Tensor, library: ctypes.CDLL) -> Tensor:
+    """`weight` in the first 16-bit type that holds every number of it exactly, or as it is."""
+    for dtype in (torch.bfloat16, torch.float16) if library.has_float16() else (torch.bfloat16,):
+        some = weight[:1]  # nearly always enough to say no
+        if torch.equal(some.to(dtype).float(), some) and torch.equal((narrow := weight.to(dtype)).float(), weight):
+            return narrow
+    return weight
 
 
 class OneDnnWeight:
@@ -89,7 +105,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError):
         return None  # no OpenMP, no write access, an odd compiler: oneDNN's product is the same within rounding
     pointer, count, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    library.matmul.argtypes = [pointer] * 3 + [count] * 3 + [flag]
+    library.matmul.argtypes = [pointer] * 2 + [flag, pointer] + [count] * 3 + [flag]
     library.scratch_size.argtypes = [pointer, count, count, flag]
     library.layer_forward.argtypes = [pointer] * 8 + [count] * 3 + [pointer, flag, pointer, flag]
     library.attend_slots.argtypes = [pointer] * 3 + [flag] + [pointer] * 2 + [count] * 5 + [pointer, flag]

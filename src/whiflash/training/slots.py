@@ -94,7 +94,7 @@ class SlotCache(KVCache):
         query, out, threads = q.float().contiguous(), q.new_empty(q.shape, dtype=torch.float32), torch.get_num_threads()
         scores = query.new_empty(threads * (self.capacity + self.library.lanes()))
         self.library.attend_slots(
-            query.data_ptr(), k.data_ptr(), v.data_ptr(), k.dtype == torch.bfloat16, self.seen.data_ptr(),
+            query.data_ptr(), k.data_ptr(), v.data_ptr(), kernel.KINDS[k.dtype], self.seen.data_ptr(),
             out.data_ptr(), slots, heads, k.shape[1], self.capacity, dim, scores.data_ptr(), threads,
         )  # fmt: skip
         return out.to(q.dtype)
