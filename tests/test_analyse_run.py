@@ -94,7 +94,7 @@ def test_replayed_routers_are_the_run(page, lazy):
 def test_figures_of_a_run_with_a_record(page, lazy):
     for name, found in figures(page)["methods"].items():
         assert found["source"] == "record" and found["positions"] == sum(d["positions"] for d in found["deciles"])
-        assert found["slots"] == [["df", 3], ["e3", 5]]
+        assert found["slots"] == [["df", 3, None], ["e3", 5, None]]
         bounds = found["bounds"]
         assert list(bounds)[2:] == [name, "oracle, best AL", "oracle, best utility", "bound"]
         for other in bounds.values():

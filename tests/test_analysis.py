@@ -12,9 +12,10 @@ from whiflash.evaluation import analysis, positions, runs
 from whiflash.evaluation.latency import CatchUp, Profile
 from whiflash.evaluation.positions import Record, Roots
 from whiflash.evaluation.record import Text
-from whiflash.evaluation.runs import Routed, Run
+from whiflash.evaluation.runs import Routed, Run, Shape
 
-ENTROPY = Routed("W", "entropy", 0.5, (("df", 3), ("e3", 2)), "lazy catch-up")
+SHAPES = (Shape("df", 3), Shape("e3", 2))
+ENTROPY = Routed("W", "entropy", 0.5, SHAPES, "lazy catch-up")
 
 
 def roots(first, second, score=None, picked=None, prompt="p", category="chat") -> Roots:
@@ -81,8 +82,9 @@ def test_what_cannot_be_told_is_null():
 def test_least_looks_past_the_next_round():
     """Taking 3 at once lands on a root that leads on by one only; taking 2 first gets there in two rounds."""
     lengths = np.array([[3, 1, 1, 1, 1], [2, 1, 3, 1, 1]])
-    assert analysis.least(lengths, (1, 1)) == 2
-    assert analysis.least(lengths, (1, 5)) == 3  # slot 1 is dear: 3, 1, 1 by slot 0
+    assert analysis.least(lengths, np.ones((2, 5))) == 2
+    assert analysis.least(lengths, np.array([[1] * 5, [5] * 5])) == 3  # slot 1 is dear: 3, 1, 1 by slot 0
+    assert analysis.least(lengths, np.array([[9, 9, 1, 1, 1], [1, 9, 1, 9, 9]])) == 2  # but for its two first rounds
 
 
 def recorded(seed: int, count: int = 60) -> Text:
@@ -91,7 +93,7 @@ def recorded(seed: int, count: int = 60) -> Text:
         name: [list(range(1, 1 + int(random.integers(0, most + 1)))) for _ in range(count)]
         for name, most in (("df", 3), ("e3", 2))
     }
-    return Text(f"t{seed}", "chat", 10, {"entropy": random.random(count).round(4).tolist()}, paths)
+    return Text(f"t{seed}", "chat", 10, {"entropy": random.random(count).round(4).tolist()}, paths, {})
 
 
 def profile(df: float = 1.0, e3: float = 0.7) -> Profile:
@@ -118,7 +120,7 @@ def test_no_choice_beats_the_bound(costs):
 def test_bounds_of_a_text_worked_by_hand():
     """Five roots; df commits 3 1 1 1 1 (the last ones cut by the end), e3 2 1 3 2 1; catching up is free."""
     paths = {"df": [[1, 2], [], [], [], []], "e3": [[1], [], [1, 2], [1], []]}
-    text = Text("t", "chat", 0, {"entropy": [0, 0, 1, 0, 0]}, paths)
+    text = Text("t", "chat", 0, {"entropy": [0, 0, 1, 0, 0]}, paths, {})
     free = Profile({}, {}, {"df": {3: {"draft": 1.0}}, "e3": {2: {"draft": 2.0}}},
                    {name: CatchUp(0.0, 0.0) for name in ("df", "e3")})  # fmt: skip
     found = analysis.bounds([text], ENTROPY, free)
@@ -169,7 +171,15 @@ def run(temperature: float = 0.0, **turns: dict) -> Run:
 
 def test_a_mode_says_what_was_routed():
     (found,) = run(AR=turn([None] * 2, [1, 1]), W=turn(["df", "e3"], [1, 1])).routed()
-    assert found == Routed("W", "entropy", 0.5, (("df", 3), ("e3", 2)), MODES["W"]) and found.pair == "df-e3"
+    assert found == Routed("W", "entropy", 0.5, SHAPES, MODES["W"]) and found.pair == "df-e3"
+
+
+def test_a_mode_says_what_was_left_out():
+    mode = MODES["W"].replace("3 drafted", "3 drafted, p ≥ 0.05")
+    measured = run(AR=turn([None] * 2, [1, 1]), W=turn(["df", "e3"], [1, 1]))
+    measured.rows["W"]["p"]["mode"] = mode
+    assert measured.routed()[0].shapes == (Shape("df", 3, 0.05), Shape("e3", 2))
+    assert measured.routed()[0].label == "df (3 drafted, p ≥ 0.05), e3 (2 drafted)"
 
 
 def test_positions_that_two_methods_drafted_from():
@@ -229,7 +239,7 @@ def test_switching_tells_rounds_after_a_switch_from_others():
 
 
 def test_agreement_counts_rounds_unlike_the_record():
-    text = Text("p", "chat", 10, {"entropy": [0.0] * 8}, {"df": [[1], [], [1, 2], *([[]] * 5)], "e3": [[]] * 8})
+    text = Text("p", "chat", 10, {"entropy": [0.0] * 8}, {"df": [[1], [], [1, 2], *([[]] * 5)], "e3": [[]] * 8}, {})
     measured = run(AR=turn([None] * 8, [1] * 8), W=turn(["df", "e3", "e3", "df"], [2, 1, 2, 3]))
     method = measured.routed()[0]
     # df commits 2 at 10 as recorded; e3 1 at 12 as recorded, but 2 at 13 unlike it; the last round is cut by the end
@@ -243,10 +253,10 @@ def record(**settings) -> Record:
 @pytest.mark.parametrize(
     ("method", "settings", "told"),
     [
-        (Routed("W", "entropy", 0.5, (("ddt", 3), ("e3", 2)), ""), {}, "no ddt"),
-        (Routed("W", "neural", 0.5, (("df", 3), ("e3", 2)), ""), {}, "no neural df-e3 router"),
+        (Routed("W", "entropy", 0.5, (Shape("ddt", 3), Shape("e3", 2)), ""), {}, "no ddt"),
+        (Routed("W", "neural", 0.5, SHAPES, ""), {}, "no neural df-e3 router"),
         (ENTROPY, {"longest": {"df": 2, "e3": 8}}, "no df with 3 nodes"),
-        (Routed("W", "entropy", 0.5, (("df", 3), ("e3", 2)), "", tree=True), {}, "no EAGLE-3 trees"),
+        (Routed("W", "entropy", 0.5, SHAPES, "", tree=True), {}, "no EAGLE-3 trees"),
     ],
 )
 def test_a_record_without_what_the_method_did_is_refused(method, settings, told):

@@ -81,6 +81,7 @@ REFUSED = [
     (["--speculative-algorithm", "DFLASH", "--whiflash-drafters", "df-e3"], "--whiflash-drafters has no effect"),
     (["--speculative-algorithm", "DFLASH", "--whiflash-no-lazy-catchup"], "--whiflash-no-lazy-catchup has no effect"),
     (["--speculative-algorithm", "DFLASH", "--whiflash-no-kv-only"], "--whiflash-no-kv-only has no effect"),
+    (["--speculative-algorithm", "NONE", "--draft-p-min", "0.1"], "--draft-p-min has no effect"),
     (["--speculative-algorithm", "EAGLE3", "--block-size", "8"], "--block-size has no effect"),
     (["--speculative-algorithm", "DDTREE", "--eagle-depth", "3"], "--eagle-depth has no effect"),
     (["--speculative-algorithm", "DDTREE", "--eagle-top-k", "3"], "--eagle-top-k has no effect"),

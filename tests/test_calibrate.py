@@ -90,20 +90,23 @@ def _numbers(found: dict) -> dict:
     return {int(key) if key.isdigit() else key: value for key, value in found.items()}
 
 
+def shape(name: str, best: dict) -> str:
+    least = "" if best["p_min"] is None else f", p ≥ {best['p_min']:g}"
+    return f"{name} (≤ {best['lengths'][name]} drafted{least})"
+
+
 def test_auto_takes_the_threshold_and_the_lengths_that_are_not_set(kit, router, written):
     found = {pair: json.loads(path.read_text())["routers"] for pair, path in written.items()}
     best = found["df-e3"]["entropy"]["categories"]["overall"]
     assert best["second_share"] > 0.9
-    lengths = best["lengths"]
-    assert (
-        f"df (≤ {lengths['df']} drafted), e3 (≤ {lengths['e3']} drafted), entropy router at {best['threshold']:g}"
-        in (mode(load(kit, threshold="auto")))
-    )
-    model = load(kit, threshold=str(written["df-e3"]), drafting=Drafting(block_rows=3, eagle3_depth=7))
-    assert "df (≤ 2 drafted), e3 (≤ 7 drafted)" in mode(model)
+    wanted = f"{shape('df', best)}, {shape('e3', best)}, entropy router at {best['threshold']:g}"
+    assert wanted in mode(load(kit, threshold="auto"))
+    drafting = Drafting(block_rows=3, eagle3_depth=7, p_min=0.01)
+    model = load(kit, threshold=str(written["df-e3"]), drafting=drafting)
+    assert "df (≤ 2 drafted, p ≥ 0.01), e3 (≤ 7 drafted, p ≥ 0.01)" in mode(model)
     neural = load(kit, drafters="ddt-e3", router=router, threshold="auto")
     best = found["ddt-e3"]["neural"]["categories"]["overall"]
-    assert f"e3 (≤ {best['lengths']['e3']} drafted), neural router at {best['threshold']:g}" in mode(neural)
+    assert f"{shape('e3', best)}, neural router at {best['threshold']:g}" in mode(neural)
     plain = load(kit, drafters="none").generate(PROMPT, max_new_tokens=40).tokens
     assert all(m.generate(PROMPT, max_new_tokens=40).tokens == plain for m in (model, neural))
 

@@ -6,9 +6,9 @@ import pytest
 from whiflash.drafters.dflash import DFlashDrafter
 from whiflash.drafters.eagle3 import Eagle3Drafter
 from whiflash.drafters.load import load_dflash, load_eagle3
-from whiflash.evaluation.latency import CatchUp
+from whiflash.evaluation.latency import CatchUp, Profile
 from whiflash.evaluation.record import Text, record
-from whiflash.evaluation.replay import Pair, Slot, above, walk
+from whiflash.evaluation.replay import Pair, above, walk
 from whiflash.model import WhiFlash
 from whiflash.routers.entropy import EntropyRouter
 
@@ -18,14 +18,16 @@ THRESHOLDS = (0.1, 0.6, 1.5)
 
 
 @pytest.mark.slow
-def test_the_acceptance_length_of_a_replayed_threshold_is_that_of_a_real_run(smollm, shared):
+@pytest.mark.parametrize("p_min", [None, 0.1])
+def test_the_acceptance_length_of_a_replayed_threshold_is_that_of_a_real_run(smollm, shared, p_min):
     dflash = load_dflash(shared / "checkpoints" / "smollm2-135m-dflash-b8", smollm)
     eagle3 = load_eagle3(shared / "checkpoints" / "smollm2-135m-eagle3", smollm)
     # recorded longer than they are replayed
-    recorded = {"df": DFlashDrafter(dflash), "e3": Eagle3Drafter(eagle3, DEPTH + 2)}
-    used = [DFlashDrafter(dflash, block_rows=ROWS), Eagle3Drafter(eagle3, DEPTH)]
-    free = CatchUp(0.0, 0.0)
-    pair = Pair(Slot("df", (ROWS - 1,), np.ones(1), free), Slot("e3", (DEPTH,), np.ones(1), free))
+    recorded = {"df": DFlashDrafter(dflash, p_min=0.0), "e3": Eagle3Drafter(eagle3, DEPTH + 2, p_min=0.0)}
+    used = [DFlashDrafter(dflash, block_rows=ROWS, p_min=p_min), Eagle3Drafter(eagle3, DEPTH, p_min=p_min)]
+    free = {"df": CatchUp(0.0, 0.0), "e3": CatchUp(0.0, 0.0)}
+    same = Profile({}, {}, {"df": {ROWS - 1: {"verify": 1.0}}, "e3": {DEPTH: {"verify": 1.0}}}, free)
+    pair = Pair.of(("df", "e3"), {"df": (ROWS - 1,), "e3": (DEPTH,)}, same, (p_min,))
     real = np.zeros((3, len(THRESHOLDS)))
     replayed = np.zeros_like(real)
     for prompt in PROMPTS:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import branching
-from toy import MODES, PROMPT, VOCAB, Toy, decode, sampler, target_logits
+from toy import MODES, P_MIN, PROMPT, VOCAB, Toy, decode, sampler, target_logits
 from whiflash.decoding import accept as rejection
 from whiflash.decoding.sampling import Sampler, Sampling
 from whiflash.decoding.session import Session
@@ -37,12 +37,16 @@ def small(toy: Toy, mode: str) -> Session:
     """A mode whose drafts are so small that all their courses can be walked."""
     names, _, router = mode.partition("/")
     drafters = {
-        "df": lambda: DFlashDrafter(toy.dflash, block_size=3),
-        "ddt": lambda: DDTreeDrafter(toy.dflash, tree_budget=4, block_size=3),
-        "e3": lambda: Eagle3Drafter(toy.eagle3, depth=2),
-        "e3t": lambda: Eagle3Drafter(toy.eagle3, depth=2, top_k=2, total_tokens=5),
+        "df": lambda p_min: DFlashDrafter(toy.dflash, block_size=3, p_min=p_min),
+        "ddt": lambda p_min: DDTreeDrafter(toy.dflash, tree_budget=4, block_size=3, p_min=p_min),
+        "e3": lambda p_min: Eagle3Drafter(toy.eagle3, depth=2, p_min=p_min),
+        "e3t": lambda p_min: Eagle3Drafter(toy.eagle3, depth=2, top_k=2, total_tokens=5, p_min=p_min),
     }
-    built = [] if names == "none" else [drafters[name]() for name in names.split("-")]
+
+    def build(name: str):
+        return drafters[name.removesuffix("p")](P_MIN if name.endswith("p") else None)
+
+    built = [] if names == "none" else [build(name) for name in names.split("-")]
     return Session(toy.target, built, toy.router(router) if router else FixedRouter() if built else None, capacity=32)
 
 

@@ -52,7 +52,7 @@ def measured(texts=60, positions=40, seed=0, noise=0.0):
 
 def naive_depth(log_probs, wanted, budget):
     """Walk the tree that decoding builds."""
-    tokens, parents = best_prefixes(log_probs, budget)
+    tokens, parents, _ = best_prefixes(log_probs, budget)
     node, depth = -1, 0
     while depth < len(wanted):
         child = [i for i in range(len(tokens)) if parents[i] == node and tokens[i] == wanted[depth]]

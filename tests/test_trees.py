@@ -7,6 +7,7 @@ import torch
 
 from toy import PROMPT, VOCAB, decode
 from whiflash.drafters.ddtree import DDTreeDrafter, best_prefixes
+from whiflash.drafters.dflash import DFlashDrafter
 from whiflash.drafters.draft import Draft, chain, tree
 from whiflash.drafters.drafter import DraftState
 from whiflash.drafters.eagle3 import Eagle3Drafter
@@ -44,7 +45,7 @@ def test_the_best_prefixes_are_those_of_the_heap(depths, vocab, budget, spread):
     for seed in range(4):
         logits = torch.randn(depths, vocab, generator=torch.Generator().manual_seed(seed)) * spread
         log_probs = logits.log_softmax(-1)
-        tokens, parents = best_prefixes(log_probs, budget)
+        tokens, parents, _ = best_prefixes(log_probs, budget)
         assert bool((parents < torch.arange(len(parents))).all())
         got = prefixes(tokens, parents)
         scores = [sum(float(log_probs[d, t]) for d, t in enumerate(path)) for path in got]
@@ -59,7 +60,7 @@ def test_equal_scores_leave_no_child_without_its_parent():
     certain[:, 2] = 0
     for log_probs in (certain, torch.zeros(4, 5), torch.full((4, 5), -1.6)):
         for budget in (1, 2, 3, 7, 19):
-            _, parents = best_prefixes(log_probs, budget)
+            _, parents, _ = best_prefixes(log_probs, budget)
             assert bool((parents < torch.arange(len(parents))).all())
             assert bool((parents >= -1).all())
 
@@ -161,6 +162,45 @@ def test_a_chain_ends_with_its_depth_or_its_total(toy, session, depth, total, no
         longer = Eagle3Drafter(toy.eagle3, 80).draft(state(session, toy.eagle3), session.log, None)
     assert len(draft) == drafter.rows == nodes
     assert torch.equal(draft.tokens, longer.tokens[:nodes])
+
+
+@pytest.mark.parametrize("name", ["df", "ddt", "e3", "e3t"])
+@torch.inference_mode()
+def test_what_is_unlikely_is_left_out_and_nothing_else(toy, session, name):
+    """At every root: the whole draft's nodes of at least that confidence, the same ones in the same order."""
+    drafter, log, sizes = toy.drafter(name), session.log, set()
+    end = log.length
+    for log.length in range(len(PROMPT), end):
+        at = DraftState(drafter.model.new_cache(end + 16))
+        drafter.catch_up(at, log)
+        drafter.p_min = 0.0
+        whole = drafter.draft(at, log, None)
+        assert (whole.confidence[1:] <= 1).all() and len(whole) == len(whole.confidence) + 1
+        for node, parent in enumerate(whole.parents.tolist()):
+            assert parent < 1 or whole.confidence[node - 1] <= whole.confidence[parent - 1]
+        for drafter.p_min in (0.05, 0.3, 0.9):
+            part = drafter.draft(at, log, None)
+            kept = whole.confidence >= drafter.p_min
+            paths = prefixes(whole.tokens[1:], whole.parents[1:] - 1)
+            assert prefixes(part.tokens[1:], part.parents[1:] - 1) == [p for p, k in zip(paths, kept, strict=True) if k]
+            torch.testing.assert_close(part.confidence, whole.confidence[kept])
+            sizes.add(len(part))
+    assert {1, drafter.rows} <= sizes, "nothing was left out, or never everything"
+
+
+@torch.inference_mode()
+def test_confidence_is_the_drafters_own_probability(toy, session):
+    log = session.log
+    block = DFlashDrafter(toy.dflash, p_min=0.0)
+    probs = block.block_logits(state(session, toy.dflash), log).softmax(-1)
+    wanted = probs.amax(-1).cumprod(0)
+    torch.testing.assert_close(block.draft(state(session, toy.dflash), log, None).confidence, wanted)
+    line = Eagle3Drafter(toy.eagle3, 3, p_min=0.0)
+    draft, path, likely = line.draft(state(session, toy.eagle3), log, None), [], 1.0
+    for token, confidence in zip(draft.tokens[1:].tolist(), draft.confidence.tolist(), strict=True):
+        likely *= float(after(line, state(session, toy.eagle3), log, tuple(path)).softmax(-1).max())
+        assert confidence == pytest.approx(likely, rel=1e-4)
+        path.append(token)
 
 
 def after(drafter: Eagle3Drafter, at: DraftState, log, path: tuple[int, ...]) -> torch.Tensor:

@@ -39,8 +39,10 @@ PROMPT = [3, 1, 4, 1, 5]
 
 ROUTERS = ("fixed", "entropy", "neural")
 PAIRS = ("df-e3", "ddt-e3", "df-ddt")
-# every drafter alone (e3t: the EAGLE-3 tree), then the pairs with every router
-MODES = ("none", "df", "ddt", "e3", "e3t", *(f"{pair}/{router}" for pair in PAIRS for router in ROUTERS))
+# every drafter alone (e3t: the EAGLE-3 tree; p: unlikely nodes left out), then the pairs with every router
+ALONE = ("df", "ddt", "e3", "e3t", "dfp", "ddtp", "e3p", "e3tp")
+P_MIN = 0.3
+MODES = ("none", *ALONE, *(f"{pair}/{router}" for pair in PAIRS for router in ROUTERS))
 
 
 class Letters:
@@ -172,15 +174,16 @@ class Toy:
             self.middle = float(self.mlp(self.target.network(torch.tensor([text]))[0][0]).median())
 
     def drafter(self, name: str):
-        match name:
+        p_min = P_MIN if name.endswith("p") else None
+        match name.removesuffix("p"):
             case "df":
-                return DFlashDrafter(self.dflash)
+                return DFlashDrafter(self.dflash, p_min=p_min)
             case "ddt":
-                return DDTreeDrafter(self.dflash, tree_budget=7)
+                return DDTreeDrafter(self.dflash, tree_budget=7, p_min=p_min)
             case "e3":
-                return Eagle3Drafter(self.eagle3, depth=3)
+                return Eagle3Drafter(self.eagle3, depth=3, p_min=p_min)
             case "e3t":
-                return Eagle3Drafter(self.eagle3, depth=3, top_k=3, total_tokens=9)
+                return Eagle3Drafter(self.eagle3, depth=3, top_k=3, total_tokens=9, p_min=p_min)
         raise KeyError(name)
 
     def router(self, name: str) -> Router:

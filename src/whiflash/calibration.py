@@ -12,16 +12,17 @@ from torch import nn
 from whiflash.errors import WhiFlashError
 from whiflash.home import home
 
-FORMAT, VERSION = "whiflash-calibration", 1
+FORMAT, VERSION = "whiflash-calibration", 2
 AUTO, OVERALL = "auto", "overall"
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """`lengths` of each drafter's draft: its nodes besides the root."""
+    """`lengths` of each drafter's draft: most nodes besides the root; `p_min` as in `Drafting`."""
 
     threshold: float
     lengths: dict[str, int]
+    p_min: float | None
 
 
 def directory() -> Path:
@@ -83,7 +84,8 @@ def read(
         raise WhiFlashError(f"calibration {path} was made with {other} {kind} router; run {again} and this router")
     try:
         best = routed["categories"][OVERALL]
-        return Calibrated(float(best["threshold"]), {slot: int(n) for slot, n in best["lengths"].items()})
+        lengths = {slot: int(n) for slot, n in best["lengths"].items()}
+        return Calibrated(float(best["threshold"]), lengths, None if best["p_min"] is None else float(best["p_min"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WhiFlashError(f"calibration {path} is damaged ({type(error).__name__}: {error}); run {again}") from error
 

@@ -36,6 +36,7 @@ evaluation.add_to(app)
 SHAPED = {
     "block_size": ("df", "ddt"), "block_rows": ("df",), "tree_budget": ("ddt",),
     "eagle3_depth": ("e3",), "eagle3_top_k": ("e3",), "eagle3_total_tokens": ("e3",),
+    "p_min": ("df", "ddt", "e3"),
 }  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def _load(**given: Any) -> "WhiFlash":
     given["threshold"] = parse_threshold(given["threshold"])
     shape = {name: given.pop(name) for name in ("tree_budget", "block_size", "block_rows")}
     eagle = {f"eagle3_{name}": given.pop(f"eagle_{name}") for name in ("depth", "top_k", "total_tokens")}
-    drafting = Drafting(**shape, **eagle)
+    drafting = Drafting(**shape, **eagle, p_min=given.pop("draft_p_min"))
     _check_shapes(given["drafters"], asdict(drafting), asdict(Drafting()))
     with bar("preparing the embedded target") as progress:
         return WhiFlash.from_pretrained(drafting=drafting, progress=progress, **given)
@@ -98,6 +99,7 @@ def generate(
     eagle_depth: o.EagleDepth = None,
     eagle_top_k: o.EagleTopK = 1,
     eagle_total_tokens: o.EagleTotal = None,
+    draft_p_min: o.PMin = None,
     tap_ids: o.TapIds = None,
     lazy_catchup: o.Lazy = True,
     kv_only: o.KvOnly = True,
@@ -129,6 +131,7 @@ def generate(
         target=target, dtype=dtype, device=device, drafters=drafters, dflash=dflash, eagle3=eagle3, router=router,
         threshold=threshold, slot=slot, router_flip=router_flip, tree_budget=tree_budget, block_size=block_size,
         block_rows=block_rows, eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens,
+        draft_p_min=draft_p_min,
         tap_ids=tap_ids, lazy=lazy_catchup, kv_only=kv_only,
     )  # fmt: skip
     stream = model.stream(
@@ -169,6 +172,7 @@ def chat(
     eagle_depth: o.EagleDepth = None,
     eagle_top_k: o.EagleTopK = 1,
     eagle_total_tokens: o.EagleTotal = None,
+    draft_p_min: o.PMin = None,
     tap_ids: o.TapIds = None,
     max_new_tokens: o.MaxNew = 512,
     temperature: o.Temperature = 0.0,
@@ -188,6 +192,7 @@ def chat(
         target=target, dtype=dtype, device=device, drafters=drafters, dflash=dflash, eagle3=eagle3, router=router,
         threshold=threshold, slot=slot, router_flip=router_flip, tree_budget=tree_budget, block_size=block_size,
         block_rows=block_rows, eagle_depth=eagle_depth, eagle_top_k=eagle_top_k, eagle_total_tokens=eagle_total_tokens,
+        draft_p_min=draft_p_min,
         tap_ids=tap_ids,
     )  # fmt: skip
     converse(
@@ -232,7 +237,7 @@ def _check_shapes(drafters: str, given: dict[str, Any], plain: dict[str, Any]) -
     """Refuse, before anything is loaded, what would otherwise be ignored."""
     for name, takers in SHAPED.items():
         if given[name] != plain[name] and not set(takers) & set(drafters.split("-")):
-            flag = name.replace("eagle3", "eagle").replace("_", "-")
+            flag = name.replace("eagle3", "eagle").replace("p_min", "draft_p_min").replace("_", "-")
             raise WhiFlashError(
                 f"--{flag} has no effect on drafters {drafters}, since it shapes {' or '.join(takers)} drafts; "
                 "leave it out, or choose other drafters"

@@ -41,6 +41,10 @@ BlockRows = Annotated[
 EagleDepth = Annotated[int | None, _option("EAGLE-3 levels; 5 if left out.", DRAFTING)]
 EagleTopK = Annotated[int, _option("EAGLE-3 children a node; 1 is a chain.", DRAFTING)]
 EagleTotal = Annotated[int | None, _option("EAGLE-3 tree nodes, root included.", DRAFTING, "--eagle-total-tokens")]
+PMin = Annotated[
+    float | None,
+    _option("Leave out drafted nodes whose path the drafter holds less likely than this.", DRAFTING, "--draft-p-min"),
+]
 TapIds = Annotated[
     str | None, _option("How a checkpoint's tap ids are meant: output (after layer) or boundary.", DRAFTING)
 ]

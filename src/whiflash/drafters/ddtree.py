@@ -11,10 +11,11 @@ from whiflash.drafters.drafter import Choose, DraftState, FeatureLog
 from whiflash.errors import WhiFlashError
 
 
-def best_prefixes(log_probs: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+def best_prefixes(log_probs: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `budget` most probable prefixes under independent per-depth distributions, most probable first.
 
-    log_probs [depths, vocab] → tokens [m], parents [m] with m ≤ budget; parents index the same list, -1 is the root.
+    log_probs [depths, vocab] → tokens, parents, log-probabilities [m] with m ≤ budget; parents index the same list, -1
+    is the root.
     What DDTree finds with a heap, one depth at a time on the device: of the prefixes of depth d only the best `budget`
     can matter, and the one made of the i-th best parent and the r-th best token has at least (i+1)(r+1)-1 betters.
     """
@@ -33,11 +34,11 @@ def best_prefixes(log_probs: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         parents.append(i[best] + offset)
         offset += above.shape[0]
     # stable, and shallow depths come first: of equal scores the parent precedes its child, so the set is closed
-    order = torch.cat(scores).sort(descending=True, stable=True).indices[:budget]
+    found, order = (part[:budget] for part in torch.cat(scores).sort(descending=True, stable=True))
     all_parents = torch.cat(parents)[order]
     place = torch.full((offset + scores[-1].shape[0] + 1,), -1, dtype=torch.long, device=log_probs.device)
     place[order] = torch.arange(order.shape[0], device=log_probs.device)
-    return torch.cat(tokens)[order], place[all_parents]
+    return torch.cat(tokens)[order], place[all_parents], found
 
 
 @lru_cache(maxsize=64)
@@ -53,8 +54,8 @@ class DDTreeDrafter(DFlashDrafter):
 
     name, family = "ddt", "diffusion"
 
-    def __init__(self, model: DFlash, tree_budget: int = 16, block_size: int | None = None):
-        super().__init__(model, block_size)
+    def __init__(self, model: DFlash, tree_budget: int = 16, block_size: int | None = None, p_min: float | None = None):
+        super().__init__(model, block_size, p_min=p_min)
         if tree_budget < 1:
             raise WhiFlashError(f"the tree budget must be at least 1 node besides the root, got {tree_budget}")
         self.tree_budget = tree_budget
@@ -62,10 +63,14 @@ class DDTreeDrafter(DFlashDrafter):
 
     def draft(self, state: DraftState, log: FeatureLog, choose: Choose | None) -> Draft:
         log_probs = self.block_logits(state, log).float().log_softmax(-1)
-        tokens, parents = best_prefixes(log_probs, self.tree_budget)
+        tokens, parents, scores = best_prefixes(log_probs, self.tree_budget)
+        if self.p_min is not None:  # falling, so what is left out lies behind all that stays
+            kept = int((scores.exp() >= self.p_min).sum())
+            tokens, parents, scores = tokens[:kept], parents[:kept], scores[:kept]
         root = log.tokens[log.length : log.length + 1]
         return tree(
             torch.cat([root, self.to_target(tokens)]),
             torch.cat([parents.new_full((1,), -1), parents + 1]),
             self.block_size - 1,
+            scores.exp(),
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from whiflash.drafters.draft import Draft, chain
+from whiflash.drafters.draft import Draft, chain, top_probability
 from whiflash.drafters.drafter import Choose, DraftState, FeatureLog, to_target_vocab
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import KVCache
@@ -156,8 +156,10 @@ class DFlashDrafter:
 
     name, family = "df", "diffusion"
 
-    def __init__(self, model: DFlash, block_size: int | None = None, block_rows: int | None = None):
-        self.model = model
+    def __init__(
+        self, model: DFlash, block_size: int | None = None, block_rows: int | None = None, p_min: float | None = None
+    ):
+        self.model, self.p_min = model, p_min
         self.block_size = model.config.block_size if block_size is None else block_size
         if self.block_size < 2:
             raise WhiFlashError(f"the block size must be at least 2 (the anchor and one guess), got {self.block_size}")
@@ -189,7 +191,10 @@ class DFlashDrafter:
         logits = self.block_logits(state, log, self.rows)
         tokens, probs = (logits.argmax(-1), None) if choose is None else choose(logits)
         root = log.tokens[log.length : log.length + 1]
-        return chain(torch.cat([root, self.to_target(tokens)]), to_target_vocab(probs, self.model))
+        tokens, probs = torch.cat([root, self.to_target(tokens)]), to_target_vocab(probs, self.model)
+        if self.p_min is None:
+            return chain(tokens, probs)
+        return chain(tokens, probs, top_probability(logits).cumprod(0)).likely(self.p_min)
 
     def to_target(self, tokens: Tensor) -> Tensor:
         return tokens if self.model.target_ids is None else self.model.target_ids[tokens]

@@ -104,12 +104,15 @@ class FeatureLog:
 class Drafter(Protocol):
     """A draft model with a shape of draft.
 
-    `family` is "autoregressive" or "diffusion"; `rows` the most nodes a draft has, the root included.
+    `family` is "autoregressive" or "diffusion"; `rows` the most nodes a draft has, the root included. With a `p_min` a
+    draft tells its nodes' confidence and leaves out those that have less. What is left out never depends on a token
+    drawn at that node, so sampling stays exact.
     """
 
     name: str
     family: str
     rows: int
+    p_min: float | None
 
     @property
     def model(self) -> DraftModel: ...

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whiflash.drafters.draft import Draft, chain, tree
+from whiflash.drafters.draft import Draft, chain, top_probability, tree
 from whiflash.drafters.drafter import Choose, DraftState, FeatureLog, to_target_vocab
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import KVCache
@@ -188,7 +188,14 @@ class Eagle3Drafter:
 
     name, family = "e3", "autoregressive"
 
-    def __init__(self, model: Eagle3, depth: int = 5, top_k: int = 1, total_tokens: int | None = None):
+    def __init__(
+        self,
+        model: Eagle3,
+        depth: int = 5,
+        top_k: int = 1,
+        total_tokens: int | None = None,
+        p_min: float | None = None,
+    ):
         vocab = model.config.draft_vocab_size
         if depth < 1 or not 1 <= top_k <= vocab:
             raise WhiFlashError(
@@ -203,6 +210,7 @@ class Eagle3Drafter:
                 f"{top_k}; got {total_tokens}"
             )
         self.model, self.top_k, self.total_tokens, self.rows = model, top_k, total, total
+        self.p_min = p_min
         self.depth = min(depth, total - 1)  # nodes that are kept lie no deeper, and a chain ends with its total
 
     def catch_up(self, state: DraftState, log: FeatureLog, kv_only: bool = True) -> int:
@@ -233,19 +241,25 @@ class Eagle3Drafter:
         return draft
 
     def _chain(self, y: Tensor, token: Tensor, state: DraftState, choose: Choose | None) -> Draft:
-        guessed, drawn_from = [token[0]], []
+        guessed, drawn_from, confidence = [token[0]], [], [torch.ones(1, device=token.device)]  # the root is certain
         for depth in range(self.depth):
             if depth:
                 position = torch.tensor([state.cursor], device=token.device)
                 y = self.model(self.model.feedback(y), token, position, state.cache)
                 state.cache.advance(1)
             logits = self.model.logits(y)[:, -1]
+            if self.p_min is not None:
+                likely = confidence[-1] * top_probability(logits)
+                if likely < self.p_min:  # the one reason to wait for the device here: the next step is not run
+                    break
+                confidence.append(likely)
             choice, probs = (logits.argmax(-1), None) if choose is None else choose(logits)
             token = self._to_target(choice)[None]
             guessed.append(token[0])
             if probs is not None:
                 drawn_from.append(probs)
-        return chain(torch.cat(guessed), to_target_vocab(torch.cat(drawn_from), self.model) if drawn_from else None)
+        probs = to_target_vocab(torch.cat(drawn_from), self.model) if drawn_from else None
+        return chain(torch.cat(guessed), probs, None if self.p_min is None else torch.cat(confidence)[1:])
 
     def _tree(self, y: Tensor, root: Tensor, state: DraftState) -> Draft:
         k, start, device = self.top_k, state.cursor, root.device
@@ -270,15 +284,18 @@ class Eagle3Drafter:
             frontier, tokens, seen = offset + best, choice[best], seen[row]
             x, offset = self.model.feedback(y)[:, row], offset + k * k
         # stable: of equal scores the earlier generation wins, so a parent is never left out before its child
-        order = torch.cat(all_scores).sort(descending=True, stable=True).indices[: self.total_tokens - 1].sort().values
+        found = torch.cat(all_scores)
+        order = found.sort(descending=True, stable=True).indices[: self.total_tokens - 1].sort().values
         place = torch.zeros(offset + 1, dtype=torch.long, device=device)
         place[order] = torch.arange(1, order.shape[0] + 1, device=device)
         parents = place[torch.cat(all_parents)[order]]
-        return tree(
+        grown = tree(
             torch.cat([root[0], torch.cat(all_tokens)[order]]),
             torch.cat([parents.new_full((1,), -1), parents]),
             self.depth,
+            found[order].exp(),
         )
+        return grown if self.p_min is None else grown.likely(self.p_min)
 
     def _to_target(self, tokens: Tensor) -> Tensor:
         return tokens if self.model.target_ids is None else self.model.target_ids[tokens]

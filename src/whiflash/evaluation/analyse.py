@@ -114,10 +114,11 @@ def _roots(
     if record is not None:
         try:
             roots = positions.from_record(record, method)
-            for name, length in method.shapes:
-                if length not in profile.rounds.get(name, {}) or name not in profile.catch_up:
+            for name, nodes, p_min in method.shapes:
+                timed = profile.rounds.get(name, {})
+                if not timed or (p_min is None and nodes not in timed) or name not in profile.catch_up:
                     raise WhiFlashError(
-                        f"the latencies time no round of {name} with {length} nodes; leave out --latency-profile to "
+                        f"the latencies time no round of {name} with {nodes} nodes; leave out --latency-profile to "
                         "take those of the run, or calibrate with this length"
                     )
             bounds = analysis.bounds(record.texts, method, profile)

@@ -13,9 +13,9 @@ from whiflash.decoding.session import PHASES
 from whiflash.evaluation.latency import Profile
 from whiflash.evaluation.positions import Roots, score_name
 from whiflash.evaluation.record import Text
-from whiflash.evaluation.replay import Pair, Walked, above, walk
+from whiflash.evaluation.replay import Pair, Slot, Walked, above, walk
 from whiflash.evaluation.runs import Routed, Run
-from whiflash.evaluation.search import fixed_point
+from whiflash.evaluation.search import fixed_point, pays
 
 PARTS = 10
 
@@ -129,27 +129,26 @@ def bounds(texts: Sequence[Text], method: Routed, profile: Profile) -> dict[str,
 
     name → acceptance_length, tokens_per_second on `profile`, second_share. See DEFINITIONS.
     """
-    names = [name for name, _ in method.shapes]
-    pair = Pair.of(names, {name: [length] for name, length in method.shapes}, profile)
-    first, second = (float(slot.seconds[0]) for slot in (pair.first, pair.second))
+    names = [shape.drafter for shape in method.shapes]
+    pair = Pair(*(Slot(name, ((nodes, p_min),), profile) for name, nodes, p_min in method.shapes))
 
     def total(choose: Callable[[Text], np.ndarray]) -> Walked:
         return reduce(add, [walk(text, pair, choose(text)) for text in texts])
 
-    def gains(text: Text) -> np.ndarray:
-        zero, one = pair.gains(text)
-        return one - zero
+    def longest(text: Text) -> np.ndarray:
+        gain, cost = pair.gains(text)
+        return ((gain > 0) | (gain == 0) & (cost < 0))[None]
 
-    def worth(margin: float) -> Walked:
-        return total(lambda text: gains(text) > margin)
+    def worth(theta: float) -> Walked:
+        return total(lambda text: pays(text, pair, theta))
 
-    margin, _ = fixed_point(lambda theta: theta * (second - first), lambda m: float(worth(m).speed[0, 0]), 0.0)
+    theta, _ = fixed_point(lambda theta: theta, lambda theta: float(worth(theta).speed[0, 0]), 0.0)
     walked = {
         f"{names[0]} alone": total(lambda text: np.zeros((1, text.roots), bool)),
         f"{names[1]} alone": total(lambda text: np.ones((1, text.roots), bool)),
         method.name: total(lambda text: above(text, score_name(method), [method.threshold])),
-        "oracle, best AL": worth(-0.5 if second < first else 0.5),
-        "oracle, best utility": worth(margin),
+        "oracle, best AL": total(longest),
+        "oracle, best utility": worth(theta),
     }
     found: dict[str, dict[str, float | None]] = {
         name: {
@@ -159,22 +158,24 @@ def bounds(texts: Sequence[Text], method: Routed, profile: Profile) -> dict[str,
         }
         for name, w in walked.items()
     }
-    tables = [np.concatenate(pair.gains(text)) for text in texts]
+    tables = [tuple(table[:, 0] for table in pair.tables(text)) for text in texts]
     tokens = sum(text.roots for text in texts)
     found["bound"] = {
-        "acceptance_length": tokens / sum(least(table, (1, 1)) for table in tables),
-        "tokens_per_second": tokens / sum(least(table, (first, second)) for table in tables),
+        "acceptance_length": tokens / sum(least(lengths, np.ones_like(lengths)) for lengths, _ in tables),
+        "tokens_per_second": tokens / sum(least(lengths, seconds) for lengths, seconds in tables),
         "second_share": None,
     }
     return found
 
 
-def least(lengths: np.ndarray, costs: Sequence[float]) -> float:
-    """Least cost of getting from the first root to the end, where a round of slot s at root i goes lengths[s, i] on."""
+def least(lengths: np.ndarray, costs: np.ndarray) -> float:
+    """Least cost of getting from the first root to the end, where a round of slot s at root i goes lengths[s, i] on for
+    costs[s, i]."""
     count = lengths.shape[1]
     best = [0.0] * (count + 1)
     for root in reversed(range(count)):
-        best[root] = min(cost + best[root + int(step)] for cost, step in zip(costs, lengths[:, root], strict=True))
+        steps = zip(costs[:, root], lengths[:, root], strict=True)
+        best[root] = min(float(cost) + best[root + int(step)] for cost, step in steps)
     return best[0]
 
 

@@ -23,7 +23,7 @@ from whiflash.evaluation.latency import Profile
 from whiflash.evaluation.machine import facts
 from whiflash.evaluation.methods import Method, Sources
 from whiflash.evaluation.progress import eta_bar
-from whiflash.evaluation.record import Text, record_all
+from whiflash.evaluation.record import P_MINS, Text, record_all
 from whiflash.evaluation.search import search
 from whiflash.journal import Journal, exclusive, write_atomic
 from whiflash.model import PAIRS, TREE_BUDGET, WhiFlash
@@ -69,10 +69,13 @@ class Bench:
     routers: dict[str, Router]
 
     def build(self, name: str, length: int) -> Drafter:
+        """A drafter that leaves nothing out, and tells how likely its nodes are."""
         network = self.networks[name]
         if isinstance(network, Eagle3):
-            return Eagle3Drafter(network, length)
-        return DDTreeDrafter(network, length) if name == "ddt" else DFlashDrafter(network, block_rows=length + 1)
+            return Eagle3Drafter(network, length, p_min=0.0)
+        if name == "ddt":
+            return DDTreeDrafter(network, length, p_min=0.0)
+        return DFlashDrafter(network, block_rows=length + 1, p_min=0.0)
 
     def longest(self) -> dict[str, Drafter]:
         return {name: self.build(name, max(lengths)) for name, lengths in self.lengths.items()}
@@ -183,6 +186,7 @@ def _settings(request: Request, bench: Bench, prompts: Sequence[Prompt]) -> dict
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "device": bench.target.device.type,
         "drafters": bench.identities(list(bench.networks)),
+        "p_mins": list(P_MINS),
         "longest": {name: max(lengths) for name, lengths in bench.lengths.items()},
         "routers": {name: None if net is None else calibration.identity(net) for name, net in routers.items()},
         "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],

@@ -43,6 +43,10 @@ BlockSize = Annotated[int | None, _option("DFlash block, anchor included; as tra
 EagleDepth = Annotated[int | None, _option("EAGLE-3 levels (5).", METHODS)]
 EagleTopK = Annotated[int | None, _option("EAGLE-3 children a node; 1 (a chain) if left out.", METHODS)]
 EagleTotal = Annotated[int | None, _option("EAGLE-3 tree nodes, root included.", METHODS, "--eagle-total-tokens")]
+PMin = Annotated[
+    float | None,
+    _option("Leave out drafted nodes whose path the drafter holds less likely than this.", METHODS, "--draft-p-min"),
+]
 Dtype = Annotated[str | None, _option("float32, bfloat16 or float16; float32 on CPU, bfloat16 elsewhere.", METHODS)]
 Device = Annotated[str | None, _option("cpu, cuda, …; a GPU if there is one.", METHODS)]
 
@@ -128,6 +132,7 @@ def bench(
     eagle_depth: EagleDepth = None,
     eagle_top_k: EagleTopK = None,
     eagle_total_tokens: EagleTotal = None,
+    draft_p_min: PMin = None,
     dataset: Datasets = ["demo"],  # noqa: B006
     dataset_dir: DatasetDir = None,
     max_samples: MaxSamples = None,
@@ -150,7 +155,7 @@ def bench(
         _split(whiflash_router), whiflash_neural_router_path,
         *_thresholds(whiflash_neural_router_threshold, whiflash_entropy_threshold),
         _numbers(ddtree_tree_budget, "--ddtree-tree-budget"), block_size, eagle_depth, eagle_top_k, eagle_total_tokens,
-        whiflash_no_lazy_catchup, whiflash_no_kv_only,
+        draft_p_min, whiflash_no_lazy_catchup, whiflash_no_kv_only,
     )  # fmt: skip
     _measure(
         flags, model_name_or_path, dtype, device, dataset, dataset_dir, max_samples, max_new_tokens, temperature, seed,
@@ -166,6 +171,7 @@ def sweep(
     whiflash_neural_router_threshold: NeuralThreshold = None,
     whiflash_entropy_threshold: EntropyThreshold = None,
     ddtree_tree_budget: Budget = ["32", "128"],  # noqa: B006
+    draft_p_min: PMin = None,
     dataset: Datasets = ["demo"],  # noqa: B006
     dataset_dir: DatasetDir = None,
     max_samples: MaxSamples = None,
@@ -186,7 +192,7 @@ def sweep(
     flags = Flags(
         ALGORITHMS, draft_name_or_path, whiflash_eagle_draft, _split(whiflash_drafters), ROUTERS, None,
         *_thresholds(whiflash_neural_router_threshold, whiflash_entropy_threshold),
-        _numbers(ddtree_tree_budget, "--ddtree-tree-budget"),
+        _numbers(ddtree_tree_budget, "--ddtree-tree-budget"), p_min=draft_p_min,
     )  # fmt: skip
     _measure(
         flags, model_name_or_path, dtype, device, dataset, dataset_dir, max_samples, max_new_tokens, temperature, seed,

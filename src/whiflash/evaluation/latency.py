@@ -19,6 +19,8 @@ from whiflash.routers.router import Router
 from whiflash.target.target import Target
 
 ROUNDS, WARM_UP = 20, 2
+# drafters that go on node by node, and so stop at the first that is not likely enough
+STEPWISE = ("e3",)
 # rows caught up at once, to tell what a row costs from what a catch-up costs
 ROWS = 64
 
@@ -47,9 +49,18 @@ class Profile:
     rounds: dict[str, dict[int, dict[str, float]]]
     catch_up: dict[str, CatchUp]
 
-    def seconds(self, drafter: str, length: int) -> float:
-        """A round's latency but for catching up."""
-        return sum(self.rounds[drafter][length].values())
+    def seconds(self, drafter: str, length: int, kept: np.ndarray | None = None) -> np.ndarray:
+        """Latency but for catching up of rounds of at most `length` nodes, of which `kept` [n] (all if left out) were
+        likely enough to be verified; between the numbers of nodes that were timed, on a line."""
+        nodes = np.array(length if kept is None else kept)
+        drafted = np.minimum(nodes + 1, length) if drafter in STEPWISE else np.full_like(nodes, length)
+        return self._phases(drafter, drafted, {"draft"}) + self._phases(drafter, nodes, set(PHASES) - {"draft"})
+
+    def _phases(self, drafter: str, nodes: np.ndarray, phases: set[str]) -> np.ndarray:
+        timed = dict(sorted(self.rounds[drafter].items()))
+        if self.plain and "draft" not in phases:
+            timed = {0: self.plain, **timed}
+        return np.interp(nodes, list(timed), [sum(s for p, s in row.items() if p in phases) for row in timed.values()])
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

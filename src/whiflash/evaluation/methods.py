@@ -34,6 +34,7 @@ class Flags:
     eagle_depth: int | None = None
     eagle_top_k: int | None = None
     eagle_total_tokens: int | None = None
+    p_min: float | None = None
     no_lazy_catchup: bool = False
     no_kv_only: bool = False
 
@@ -106,6 +107,7 @@ def _refuse(flags: Flags) -> None:
         ("--block-size", flags.block_size, used & {"df", "ddt"}, "DFLASH, DDTREE, or WHIFLASH"),
         ("--eagle-depth", flags.eagle_depth, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
         ("--eagle-top-k", flags.eagle_top_k, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
+        ("--draft-p-min", flags.p_min, used, "an algorithm that drafts"),
         ("--eagle-total-tokens", flags.eagle_total_tokens, eagle, "EAGLE3, or WHIFLASH with a pair that has e3"),
     ):
         if given is not None and given != () and not applies:
@@ -144,6 +146,7 @@ def _methods(flags: Flags) -> Iterator[Method]:
             "eagle3_depth": flags.eagle_depth,
             "eagle3_top_k": flags.eagle_top_k,
             "eagle3_total_tokens": flags.eagle_total_tokens,
+            "p_min": flags.p_min,
         }
         return Drafting(**{name: value for name, value in given.items() if value is not None})
 
@@ -225,7 +228,10 @@ def standalone(methods: Sequence[Method]) -> dict[str, list[str]]:
 def mode(model: WhiFlash) -> str:
     """What this model does, read off the parts that will run rather than off the flags."""
     target = model.target
-    parts = [f"{d.name} (≤ {d.rows - 1} drafted)" for d in model.drafters] or ["no drafter"]
+    least = ["" if d.p_min is None else f", p ≥ {d.p_min:g}" for d in model.drafters]
+    parts = [f"{d.name} (≤ {d.rows - 1} drafted{p})" for d, p in zip(model.drafters, least, strict=True)] or [
+        "no drafter"
+    ]
     if len(model.drafters) > 1 and model.router is not None:
         threshold = getattr(model.router, "threshold", None)
         parts.append(f"{model.router.name} router" + ("" if threshold is None else f" at {threshold:g}"))

@@ -139,7 +139,7 @@ def method(plots: Plots, key: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _bounds(plots: Plots, name: str, found: Mapping[str, Any], bounds: Mapping[str, Any]) -> None:
-    colors = [*(COLORS[slot] for slot, _ in found["slots"]), ROUTER, ORACLE, ORACLE, TIE]
+    colors = [*(COLORS[slot] for slot, *_ in found["slots"]), ROUTER, ORACLE, ORACLE, TIE]
     speed = [f["tokens_per_second"] for f in bounds.values()]
     with plots.figure(name, "Tokens a second, replayed: either drafter, router, oracles and bound", 2.6) as axes:
         bars = axes.barh(list(bounds), speed, color=colors, height=0.65)
@@ -153,7 +153,7 @@ def _bounds(plots: Plots, name: str, found: Mapping[str, Any], bounds: Mapping[s
 
 def _wins(plots: Plots, name: str, found: Mapping[str, Any], wins: Mapping[str, Any]) -> None:
     rows = sorted((row["shares"] for row in wins["answers"]), key=lambda shares: (shares[2] - shares[0], shares))
-    first, second = (slot for slot, _ in found["slots"])
+    first, second = (slot for slot, *_ in found["slots"])
     with plots.figure(name, f"Share of each answer's positions won by {first}, tied, and won by {second}") as axes:
         bottom = [0.0] * len(rows)
         for part, (label, color) in enumerate(((first, COLORS[first]), ("tie", TIE), (second, COLORS[second]))):
@@ -184,7 +184,7 @@ def _router(plots: Plots, name: str, found: Mapping[str, Any], deciles: Sequence
 
 def _lines(axes: Any, found: Mapping[str, Any], deciles: Sequence[Mapping[str, Any]]) -> None:
     places = [d["decile"] for d in deciles]
-    for index, (slot, _) in enumerate(found["slots"]):
+    for index, (slot, *_) in enumerate(found["slots"]):
         lengths = [d["acceptance_length"][index] for d in deciles]
         axes.plot(places, lengths, marker="os"[index], ms=4, color=COLORS[slot], label=slot)
     axes.set_xticks(places, [f"≤ {d['high']:.2g}" for d in deciles], fontsize=7)

@@ -11,7 +11,7 @@ import numpy as np
 from whiflash.errors import WhiFlashError
 from whiflash.evaluation.latency import Profile
 from whiflash.evaluation.methods import BASELINE
-from whiflash.evaluation.record import Text
+from whiflash.evaluation.record import P_MINS, Text
 from whiflash.evaluation.replay import above, committed
 from whiflash.evaluation.runs import Routed, Run, Shape
 
@@ -93,12 +93,13 @@ def score_name(method: Routed) -> str:
 
 def from_record(record: Record, method: Routed) -> list[Roots]:
     """Every root of the recorded answers; raises where the record lacks a drafter, its shape, or the router."""
-    (first, first_length), (second, second_length) = method.shapes
+    first, second = method.shapes
     texts, score = record.texts, score_name(method)
     longest = record.settings.get("longest", {})
-    lacking = [name for name in (first, second) if any(name not in text.paths for text in texts)]
+    lacking = [s.drafter for s in method.shapes if any(s.drafter not in text.paths for text in texts)]
     lacking += [f"{score} router" for _ in "." if any(score not in text.scores for text in texts)]
-    lacking += [f"{name} with {n} nodes" for name, n in method.shapes if n > longest.get(name, n)]
+    lacking += [f"{s.drafter} with {s.nodes} nodes" for s in method.shapes if s.nodes > longest.get(s.drafter, s.nodes)]
+    lacking += [f"p_min of {s.p_min:g}" for s in method.shapes[:1] if s.p_min not in (None, *P_MINS)]
     lacking += ["EAGLE-3 trees" for _ in "." if method.tree]
     if lacking:
         raise WhiFlashError(
@@ -109,7 +110,7 @@ def from_record(record: Record, method: Routed) -> list[Roots]:
         Roots(
             text.id,
             text.category,
-            np.stack([committed(text, first, first_length), committed(text, second, second_length)]),
+            np.stack([committed(text, *first), committed(text, *second)]),
             np.array(text.scores["entropy"]),
             np.array(text.scores[score]),
             above(text, score, [method.threshold])[0],
@@ -159,7 +160,7 @@ def from_run(run: Run, method: Routed, known: Known) -> list[Roots]:
         ):
             key = (row["prompt"], number, at)
             if key in first and key in second:
-                rows.append((first[key], second[key], entropy, score, slot == method.shapes[1][0]))
+                rows.append((first[key], second[key], entropy, score, slot == method.shapes[1].drafter))
         if rows:
             zero, one, entropy, score, picked = (np.array(values) for values in zip(*rows, strict=True))
             found.append(
@@ -176,10 +177,10 @@ def agreement(run: Run, method: Routed, texts: Sequence[Text]) -> tuple[int, int
     same = compared = 0
     by_id = {text.id: text for text in texts}
     lengths = {
-        (text.id, name): committed(text, name, length)
+        (text.id, shape.drafter): committed(text, *shape)
         for text in texts
-        for name, length in method.shapes
-        if name in text.paths
+        for shape in method.shapes
+        if shape.drafter in text.paths
     }
     for row, number, turn in run.turns(method.name) if run.greedy else ():
         text = by_id.get(row["prompt"])

@@ -23,6 +23,8 @@ from whiflash.target.target import Target
 
 # positions whose features, or whose logits, are computed at a time
 CHUNK, LOGITS = 512, 64
+# what `Drafting.p_min` is tried at
+P_MINS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Text:
 
     scores[router][i] is what the router compares at root i. paths[drafter][i] are the nodes of the longest draft that
     are accepted there (1 is the first besides the root), ascending: a draft of n nodes is the first n of a longer one,
-    so those ≤ n are what it gets.
+    so those ≤ n are what it gets. likely[drafter][i] counts its nodes that are at least as likely as each of P_MINS.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Text:
     prompt: int
     scores: dict[str, list[float]]
     paths: dict[str, list[list[int]]]
+    likely: dict[str, list[list[int]]]
 
     @property
     def roots(self) -> int:
@@ -52,8 +55,11 @@ def record(
     routers: Mapping[str, Router],
     tokens: Sequence[int],
     prompt: int,
-) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
-    """(scores, paths) as `Text` has them. tokens: prompt and greedy answer; the answer starts at `prompt`."""
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]], dict[str, list[list[int]]]]:
+    """(scores, paths, likely) as `Text` has them. tokens: prompt and greedy answer; the answer starts at `prompt`.
+
+    drafters: with a p_min of 0, which leaves nothing out and tells how likely each node is.
+    """
     text, last = torch.tensor(tokens, device=target.device), len(tokens) - 1
     taps = sorted({tap for drafter in drafters.values() for tap in drafter.model.taps})
     log = FeatureLog(taps, target.width, target.dtype, target.device, last)
@@ -67,7 +73,9 @@ def record(
         hidden.append(rows[0])
     # the node before a root produced it, and is what the router saw
     seen = torch.cat(hidden)[prompt - 1 : last - 1]
-    return _scores(target, routers, seen), {name: _paths(d, log, text, prompt) for name, d in drafters.items()}
+    drafted = {name: _drafts(d, log, text, prompt) for name, d in drafters.items()}
+    paths, likely = ({name: found[i] for name, found in drafted.items()} for i in (0, 1))
+    return _scores(target, routers, seen), paths, likely
 
 
 def _scores(target: Target, routers: Mapping[str, Router], hidden: Tensor) -> dict[str, list[float]]:
@@ -79,17 +87,20 @@ def _scores(target: Target, routers: Mapping[str, Router], hidden: Tensor) -> di
     return found
 
 
-def _paths(drafter: Drafter, log: FeatureLog, text: Tensor, prompt: int) -> list[list[int]]:
+def _drafts(drafter: Drafter, log: FeatureLog, text: Tensor, prompt: int) -> tuple[list[list[int]], list[list[int]]]:
     state, last = DraftState(drafter.model.new_cache(len(text) + drafter.rows)), len(text) - 1
-    wanted, found = F.pad(text, (0, drafter.rows), value=-1), []
+    wanted, paths, likely = F.pad(text, (0, drafter.rows), value=-1), [], []
+    least = torch.tensor(P_MINS, device=text.device)
     for root in range(prompt, last):
         log.length = root
         drafter.catch_up(state, log)
         draft = drafter.draft(state, log, None)
         path = walk(draft, wanted[root + 1 + draft.depths]).path
-        found.append(path.nonzero()[1:, 0].tolist())
+        paths.append(path.nonzero()[1:, 0].tolist())
+        assert draft.confidence is not None, "a drafter to record has a p_min of 0"
+        likely.append((draft.confidence >= least[:, None]).sum(1).tolist())
     log.length = last
-    return found
+    return paths, likely
 
 
 def record_all(
@@ -107,8 +118,8 @@ def record_all(
             # too long, or answered with one token: no round to learn from
             journal.append({"id": prompt.id, "left_out": True})
             continue
-        scores, paths = record(model.target, drafters, routers, [*tokens, *out.tokens], len(tokens))
-        journal.append(asdict(Text(prompt.id, prompt.category, len(tokens), scores, paths)))
+        found = record(model.target, drafters, routers, [*tokens, *out.tokens], len(tokens))
+        journal.append(asdict(Text(prompt.id, prompt.category, len(tokens), *found)))
     progress(len(prompts), len(prompts), "recorded")
     texts = [Text(**row) for row in journal.rows if "left_out" not in row]
     if not texts:

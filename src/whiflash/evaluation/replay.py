@@ -1,13 +1,13 @@
 """Decoding replayed from a record: every threshold and every length of the drafts, without a model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
 from whiflash.evaluation.latency import CatchUp, Profile
-from whiflash.evaluation.record import Text
+from whiflash.evaluation.record import P_MINS, Text
 
 # thresholds tried: as many quantiles of the scores, and those that always take one slot
 QUANTILES = 41
@@ -15,31 +15,42 @@ QUANTILES = 41
 DIGITS = 4
 
 
-def committed(text: Text, drafter: str, length: int) -> np.ndarray:
-    """Tokens a round commits at each root, the bonus included, with a draft of `length` nodes besides the root."""
-    accepted = np.array([sum(node <= length for node in path) for path in text.paths[drafter]])
+def drafted(text: Text, drafter: str, length: int, p_min: float | None = None) -> np.ndarray:
+    """Nodes besides the root in the draft at each root: `length`, or as many as have a p_min of P_MINS."""
+    if p_min is None:
+        return np.full(text.roots, length)
+    return np.minimum(length, np.array(text.likely[drafter])[:, P_MINS.index(p_min)])
+
+
+def committed(text: Text, drafter: str, length: int, p_min: float | None = None) -> np.ndarray:
+    """Tokens a round commits at each root, the bonus included, with the draft of `drafted`."""
+    nodes = drafted(text, drafter, length, p_min)
+    accepted = np.array([sum(node <= n for node in path) for path, n in zip(text.paths[drafter], nodes, strict=True)])
     # a round never commits more than the answer has left
     return np.minimum(accepted + 1, np.arange(text.roots, 0, -1))
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A drafter in one of several lengths. seconds [lengths]: of a round without its catch-up."""
+    """A drafter in one of several shapes: the most nodes besides the root, and the p_min they are held to."""
 
     name: str
-    lengths: tuple[int, ...]
-    seconds: np.ndarray
-    catch_up: CatchUp
+    shapes: tuple[tuple[int, float | None], ...]
+    profile: Profile
 
-    @classmethod
-    def of(cls, name: str, lengths: Sequence[int], profile: Profile) -> "Slot":
-        seconds = np.array([profile.seconds(name, length) for length in lengths])
-        return cls(name, tuple(lengths), seconds, profile.catch_up[name])
+    @property
+    def catch_up(self) -> CatchUp:
+        return self.profile.catch_up[self.name]
 
-    def take(self, chosen: Sequence[int]) -> "Slot":
-        """Lengths [n] by index, repeated as `chosen` says."""
-        picked = list(chosen)
-        return Slot(self.name, tuple(self.lengths[i] for i in picked), self.seconds[picked], self.catch_up)
+    def tables(self, text: Text) -> tuple[np.ndarray, np.ndarray]:
+        """What a round commits at each root, and its seconds without catching up: [shapes, roots] both."""
+        rows = {shape: self._rows(text, *shape) for shape in set(self.shapes)}
+        commits, seconds = zip(*(rows[shape] for shape in self.shapes), strict=True)
+        return np.stack(commits), np.stack(seconds)
+
+    def _rows(self, text: Text, length: int, p_min: float | None) -> tuple[np.ndarray, np.ndarray]:
+        nodes = drafted(text, self.name, length, p_min)
+        return committed(text, self.name, length, p_min), self.profile.seconds(self.name, length, nodes)
 
 
 @dataclass(frozen=True)
@@ -66,32 +77,40 @@ class Walked:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two slots in every combination of their lengths; `shared`: both draft with one model, which catches up once."""
+    """Two slots in every combination of their shapes; `shared`: both draft with one model, which catches up once."""
 
     first: Slot
     second: Slot
 
     @classmethod
-    def of(cls, names: Sequence[str], lengths: Mapping[str, Sequence[int]], profile: Profile) -> "Pair":
-        slots = [Slot.of(name, lengths[name], profile) for name in names]
-        shapes = list(product(*(range(len(slot.lengths)) for slot in slots)))
-        return cls(*(slot.take([shape[i] for shape in shapes]) for i, slot in enumerate(slots)))
+    def of(
+        cls,
+        names: Sequence[str],
+        lengths: Mapping[str, Sequence[int]],
+        profile: Profile,
+        p_mins: Sequence[float | None] = (None,),
+    ) -> "Pair":
+        """Every combination of lengths; both slots are held to the same p_min."""
+        shapes = list(product(lengths[names[0]], lengths[names[1]], p_mins))
+        first = Slot(names[0], tuple((nodes, p_min) for nodes, _, p_min in shapes), profile)
+        return cls(first, Slot(names[1], tuple((nodes, p_min) for _, nodes, p_min in shapes), profile))
 
     @property
     def shared(self) -> bool:
         return {self.first.name, self.second.name} == {"df", "ddt"}
 
     def only(self, shape: int) -> "Pair":
-        return Pair(self.first.take([shape]), self.second.take([shape]))
+        return Pair(*(replace(slot, shapes=slot.shapes[shape : shape + 1]) for slot in (self.first, self.second)))
+
+    def tables(self, text: Text) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, seconds) of a round at each root by either slot, [2, shapes, roots] both."""
+        first, second = self.first.tables(text), self.second.tables(text)
+        return np.stack([first[0], second[0]]), np.stack([first[1], second[1]])
 
     def gains(self, text: Text) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens committed at each root by either slot, [shapes, roots] both."""
-        return _table(text, self.first), _table(text, self.second)
-
-
-def _table(text: Text, slot: Slot) -> np.ndarray:
-    rows = {length: committed(text, slot.name, length) for length in set(slot.lengths)}
-    return np.stack([rows[length] for length in slot.lengths])
+        """What a round of the second slot has more than one of the first: (tokens, seconds) [roots], for one shape."""
+        tokens, seconds = self.tables(text)
+        return tokens[1, 0] - tokens[0, 0], seconds[1, 0] - seconds[0, 0]
 
 
 def walk(text: Text, pair: Pair, chosen: np.ndarray) -> Walked:
@@ -99,8 +118,8 @@ def walk(text: Text, pair: Pair, chosen: np.ndarray) -> Walked:
 
     chosen [thresholds, roots] or [shapes, thresholds, roots] of bool (True: the second slot).
     """
-    tables = pair.gains(text)
-    chosen = np.broadcast_to(chosen, (len(tables[0]), *chosen.shape[-2:]))
+    tokens, latency = pair.tables(text)
+    chosen = np.broadcast_to(chosen, (tokens.shape[1], *chosen.shape[-2:]))
     shape, roots = chosen.shape[:2], text.roots
     at_shape, at_threshold = np.ogrid[: shape[0], : shape[1]]
     root, rounds, second = (np.zeros(shape, dtype=np.int64) for _ in range(3))
@@ -110,15 +129,15 @@ def walk(text: Text, pair: Pair, chosen: np.ndarray) -> Walked:
     while (alive := root < roots).any():
         at = np.minimum(root, roots - 1)
         takes_second = chosen[at_shape, at_threshold, at]
-        for slot, takes, cursor in zip((pair.first, pair.second), (~takes_second, takes_second), cursors, strict=True):
-            takes = takes & alive
+        for place, slot in enumerate((pair.first, pair.second)):
+            takes, cursor = alive & (takes_second == place), cursors[place]
             backlog = root - cursor - slot.catch_up.behind
-            seconds += takes * (slot.seconds[:, None] + slot.catch_up.seconds(backlog))
+            seconds += takes * (latency[place][at_shape, at] + slot.catch_up.seconds(backlog))
             for behind in cursors if pair.shared else (cursor,):
                 np.copyto(behind, root, where=takes)
         rounds += alive
         second += takes_second & alive
-        commits = np.where(takes_second, tables[1][at_shape, at], tables[0][at_shape, at])
+        commits = np.where(takes_second, tokens[1][at_shape, at], tokens[0][at_shape, at])
         root = np.where(alive, root + commits, root)
     return Walked(np.full(shape, roots), rounds, second, seconds)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,21 @@ from whiflash.errors import WhiFlashError
 from whiflash.evaluation.latency import CatchUp, Profile
 from whiflash.evaluation.results import ROWS, SUMMARY, Row
 
-# a drafter, and how many nodes besides the root it drafts: acceptance lengths are of such a shape
-Shape = tuple[str, int]
+
+class Shape(NamedTuple):
+    """A drafter, the most nodes besides the root that it drafts, and its `p_min`: acceptance lengths are of a shape."""
+
+    drafter: str
+    nodes: int
+    p_min: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.drafter} ({self.nodes} drafted{'' if self.p_min is None else f', p ≥ {self.p_min:g}'})"
+
+
 EAGER = "eager"
 # what `methods.mode` writes
-DRAFTER, ROUTER = re.compile(r"(\w+) \(≤ (\d+) drafted\)"), re.compile(r"(\w+) router at ([^\s,]+)")
+DRAFTER, ROUTER = re.compile(r"(\w+) \(≤ (\d+) drafted(?:, p ≥ (\S+))?\)"), re.compile(r"(\w+) router at ([^\s,]+)")
 CATCHING = re.compile(r"(\w+) catch-up( by full passes)?")
 
 
@@ -39,7 +49,7 @@ class Routed:
 
     @property
     def pair(self) -> str:
-        return "-".join(name for name, _ in self.shapes)
+        return "-".join(shape.drafter for shape in self.shapes)
 
     @property
     def catching(self) -> str:
@@ -49,7 +59,7 @@ class Routed:
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{name} ({length} drafted)" for name, length in self.shapes)
+        return ", ".join(map(str, self.shapes))
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,8 @@ class Run:
         return next(iter(self.rows[method].values()))["mode"]
 
     def shapes(self, method: str) -> dict[str, Shape]:
-        return {name: (name, int(length)) for name, length in DRAFTER.findall(self.mode(method))}
+        found = DRAFTER.findall(self.mode(method))
+        return {name: Shape(name, int(nodes), float(p_min) if p_min else None) for name, nodes, p_min in found}
 
     def turns(self, method: str) -> Iterator[tuple[Row, int, Mapping[str, Any]]]:
         """(row, number of the turn, turn)"""
@@ -89,7 +100,7 @@ class Run:
             router = ROUTER.search(mode)
             if router and len(shapes) == 2:
                 drafting = self.summary["settings"]["methods"][method]["drafting"]
-                tree = "e3" in dict(shapes) and drafting["eagle3_top_k"] > 1
+                tree = any(shape.drafter == "e3" for shape in shapes) and drafting["eagle3_top_k"] > 1
                 found.append(Routed(method, router[1], float(router[2]), shapes, mode, tree))
         return found
 
@@ -153,7 +164,7 @@ def routed(run: Run) -> list[Routed]:
 def profile(run: Run) -> Profile:
     """Latencies as this run's own rounds had them: medians, and catching up as a line through its rows and seconds."""
     plain: list[dict[str, float]] = []
-    rounds: dict[Shape, list[dict[str, float]]] = {}
+    rounds: dict[tuple[str, int], list[dict[str, float]]] = {}
     caught: dict[str, list[tuple[int, float]]] = {}
     behind: dict[str, int] = {}
     for method in run.rows:
@@ -161,18 +172,21 @@ def profile(run: Run) -> Profile:
         for _, _, turn in run.turns(method):
             table = turn["rounds"]
             times = [dict(zip(PHASES, row, strict=True)) for row in zip(*(table[p] for p in PHASES), strict=True)]
-            for slot, at, rows, phases in zip(table["slot"], table["position"], table["caught_up"], times, strict=True):
+            columns = (table[name] for name in ("slot", "position", "caught_up", "drafted"))
+            for slot, at, rows, drafted, phases in zip(*columns, times, strict=True):
                 if slot is None:
                     plain.append(phases)
                     continue
-                rounds.setdefault(shapes[slot], []).append(phases)
+                nodes = shapes[slot].nodes if shapes[slot].p_min is None else drafted
+                if nodes:
+                    rounds.setdefault((slot, nodes), []).append(phases)
                 # an eager round's rows are those of both models
                 if rows and not eager:
                     caught.setdefault(slot, []).append((rows, phases["catch_up"]))
                     behind[slot] = min(behind.get(slot, at), at - rows)
     found: dict[str, dict[int, dict[str, float]]] = {}
-    for (name, length), seen in rounds.items():
-        found.setdefault(name, {})[length] = {p: s for p, s in _medians(seen).items() if p != "catch_up"}
+    for (name, nodes), seen in rounds.items():
+        found.setdefault(name, {})[nodes] = {p: s for p, s in _medians(seen).items() if p != "catch_up"}
     catch_up = {name: _line(caught.get(name, ()), max(behind.get(name, 0), 0)) for name in found}
     return Profile(run.summary["machine"], _medians(plain), found, catch_up)
 

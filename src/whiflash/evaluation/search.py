@@ -9,7 +9,7 @@ import numpy as np
 
 from whiflash.calibration import OVERALL
 from whiflash.evaluation.latency import Profile
-from whiflash.evaluation.record import Text
+from whiflash.evaluation.record import P_MINS, Text
 from whiflash.evaluation.replay import DIGITS, Pair, Walked, above, thresholds, walk
 
 # steps of the closed form's fixed point, which takes two or three
@@ -23,7 +23,7 @@ def search(
 
     held_out: the share of the best throughput on one half of the texts that the choice on the other half gets.
     """
-    pair, tried = Pair.of(names, lengths, profile), thresholds(texts, router)
+    pair, tried = Pair.of(names, lengths, profile, (None, *P_MINS)), thresholds(texts, router)
     walked = [walk(text, pair, above(text, router, tried)) for text in texts]
     found: dict[str, Any] = {}
     for category in [*dict.fromkeys(text.category for text in texts), OVERALL]:
@@ -34,7 +34,8 @@ def search(
         own = pair.only(shape)
         found[category] = {
             "threshold": tried[place],
-            "lengths": {slot.name: slot.lengths[0] for slot in (own.first, own.second)},
+            "lengths": {slot.name: slot.shapes[0][0] for slot in (own.first, own.second)},
+            "p_min": own.first.shapes[0][1],
             "texts": len(members),
             **_figures(total, shape, place),
             "alone": _alone(chosen, pair),
@@ -72,28 +73,28 @@ def _total(texts: Sequence[Text], pair: Pair, choose: Callable[[Text], np.ndarra
 
 
 def _alone(texts: Sequence[Text], pair: Pair) -> dict[str, dict[str, Any]]:
-    """Either drafter without the other, in the length that is best for it."""
+    """Either drafter without the other, in the shape that is best for it."""
     found = {}
     for slot, second in ((pair.first, False), (pair.second, True)):
         walked = _total(texts, pair, lambda text, second=second: np.full((1, text.roots), second))  # type: ignore[misc]
         shape, place = _best(walked)
-        found[slot.name] = {"length": slot.lengths[shape], **_figures(walked, shape, place)}
+        length, p_min = slot.shapes[shape]
+        found[slot.name] = {"length": length, "p_min": p_min, **_figures(walked, shape, place)}
     return found
 
 
 def closed_form(texts: Sequence[Text], pair: Pair, router: str) -> dict[str, float]:
-    """The threshold that the renewal-reward theorem gives, without a sweep, for one pair of lengths.
+    """The threshold that the renewal-reward theorem gives, without a sweep, for one pair of shapes.
 
     With θ tokens a second a round's worth is its tokens less θ times its seconds, so the second slot pays where
     AL₁ - AL₀ > θ·(c₁ - c₀). The threshold is where the mean of that difference, among the positions above, stops
     growing; θ is what decoding with it then achieves, and so on to the fixed point. For a neural router, which
-    predicts AL₁ - AL₀, `predicted` is θ·(c₁ - c₀) itself.
+    predicts AL₁ - AL₀, `predicted` is θ·(c₁ - c₀) itself, with the mean of the costs where a p_min makes them vary.
     """
-    cost = float(pair.second.seconds[0] - pair.first.seconds[0])
-    gain = np.concatenate([(second - first)[0] for first, second in map(pair.gains, texts)])
+    gain, cost = (np.concatenate(parts) for parts in zip(*map(pair.gains, texts), strict=True))
     scores = np.concatenate([text.scores[router] for text in texts])
     order = np.argsort(-scores, kind="stable")
-    scores, gain = scores[order], gain[order]
+    scores, gain, cost = scores[order], gain[order], cost[order]
     least = 0.0 if router == "entropy" else -np.inf
 
     def speed(threshold: float) -> float:
@@ -110,7 +111,7 @@ def closed_form(texts: Sequence[Text], pair: Pair, router: str) -> dict[str, flo
     threshold, theta = fixed_point(crossing, speed, speed(float(scores[0]) + 1))
     found = {"threshold": threshold, "tokens_per_second": round(theta, 3)}
     if router != "entropy":
-        threshold, theta = fixed_point(lambda theta: round(theta * cost, DIGITS), speed, theta)
+        threshold, theta = fixed_point(lambda theta: round(theta * float(cost.mean()), DIGITS), speed, theta)
         found |= {"predicted": threshold, "predicted_tokens_per_second": round(theta, 3)}
     return found
 
@@ -128,13 +129,14 @@ def fixed_point(rule: Callable[[float], float], speed: Callable[[float], float],
 
 def oracle(texts: Sequence[Text], pair: Pair) -> float:
     """Tokens a second of the closed form's rule when it knows both acceptance lengths: what no router can know."""
-    cost = float(pair.second.seconds[0] - pair.first.seconds[0])
 
-    def speed(margin: float) -> float:
-        def pays(text: Text) -> np.ndarray:
-            first, second = pair.gains(text)
-            return (second - first) > margin
+    def speed(theta: float) -> float:
+        return float(_total(texts, pair, lambda text: pays(text, pair, theta)).speed[0, 0])
 
-        return float(_total(texts, pair, pays).speed[0, 0])
+    return fixed_point(lambda theta: theta, speed, speed(0.0))[1]
 
-    return fixed_point(lambda theta: theta * cost, speed, speed(0.0))[1]
+
+def pays(text: Text, pair: Pair, theta: float) -> np.ndarray:
+    """Where a round of the second slot is worth more at `theta` tokens a second, [1, roots]."""
+    gain, cost = pair.gains(text)
+    return (gain > theta * cost)[None]

@@ -107,10 +107,12 @@ def calibration_table(found: Figures) -> Table:
     first, second = found["pair"].split("-")
     table = _table(
         f"{found['pair']}, replayed: AR {found['plain_tokens_per_second']:.1f} tok/s", "threshold",
-        f"nodes of\n{first}, {second}", "tok/s", "AL", f"{second}\ndrafts", f"{first} alone\ntok/s",
+        f"nodes of\n{first}, {second}", "p ≥", "tok/s", "AL", f"{second}\ndrafts", f"{first} alone\ntok/s",
         f"{second} alone\ntok/s", "closed\nform", "knowing\nall, tok/s",
     )  # fmt: skip
-    table.caption = f"{found['texts']} texts; nodes: drafted a round; closed form: its share of the best found"
+    table.caption = (
+        f"{found['texts']} texts; nodes: at most, if as likely as p; closed form: its share of the best found"
+    )
     for router, routed in found["routers"].items():
         table.add_section()
         table.add_row(f"[bold]{router}[/]")
@@ -121,6 +123,7 @@ def calibration_table(found: Figures) -> Table:
                 category,
                 f"{f['threshold']:g}",
                 ", ".join(str(f["lengths"][slot]) for slot in (first, second)),
+                "–" if f["p_min"] is None else f"{f['p_min']:g}",
                 number(f["tokens_per_second"], 1),
                 number(f["acceptance_length"]),
                 f"{f['second_share']:.0%}",

@@ -105,7 +105,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError):
         return None  # no OpenMP, no write access, an odd compiler: oneDNN's product is the same within rounding
     pointer, count, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    library.matmul.argtypes = [pointer] * 2 + [flag, pointer] + [count] * 3 + [flag]
+    library.matmul.argtypes = [pointer, pointer, flag, pointer, count, count, count, flag]
     library.scratch_size.argtypes = [pointer, count, count, flag]
     library.layer_forward.argtypes = [pointer] * 8 + [count] * 3 + [pointer, flag, pointer, flag]
     library.attend_slots.argtypes = [pointer] * 3 + [flag] + [pointer] * 2 + [count] * 5 + [pointer, flag]
