@@ -166,7 +166,7 @@ BAD = {
     "block of no DFlash": ([PROMPT, "MODELS", "-d", "e3", "--block-size", 3], "it shapes df or ddt drafts"),
     "rows of a tree": ([PROMPT, "MODELS", "-d", "ddt", "--block-rows", 3], "--block-rows has no effect"),
     "likely nodes of nothing": ([PROMPT, "MODELS", "-d", "none", "--draft-p-min", 0.1], "--draft-p-min has no effect"),
-    "certain nodes only": ([PROMPT, "MODELS", "--draft-p-min", 1], "1 excluded.*, got 1.0"),
+    "certain nodes only": ([PROMPT, "MODELS", "--draft-p-min", 1], "must be at least 0 and below 1, got 1.0"),
     "depth of no head": ([PROMPT, "MODELS", "-d", "df", "--eagle-depth", 3], "--eagle-depth has no effect"),
     "width of no head": ([PROMPT, "MODELS", "-d", "df-ddt", "--eagle-top-k", 3], "--eagle-top-k has no effect"),
     "total of no head": ([PROMPT, "MODELS", "-d", "none", "--eagle-total-tokens", 3], "has no effect on drafters none"),

@@ -64,7 +64,7 @@ class Drafting:
                 raise WhiFlashError(f"the {name} must be at least {least}, got {value}")
         if self.p_min is not None and not 0 <= self.p_min < 1:
             raise WhiFlashError(
-                f"the least probability of a drafted path must lie in 0 … 1 (1 excluded), got {self.p_min}"
+                f"the least probability of a drafted path must be at least 0 and below 1, got {self.p_min}"
             )
 
 
