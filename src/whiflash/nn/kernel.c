@@ -8,6 +8,9 @@
 
 #include <math.h>
 #include <string.h>
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__
 enum { LANES = 16, VECTORS = 2, MOST_ROWS = 12 };
@@ -22,10 +25,6 @@ typedef float quarter_vector __attribute__((vector_size(LANES / 4 * sizeof(float
 typedef int integers __attribute__((vector_size(LANES * sizeof(int))));
 typedef unsigned short shorts __attribute__((vector_size(LANES * sizeof(short)), aligned(2), may_alias));
 
-#ifdef __FLT16_MAX__
-typedef _Float16 float16s __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-#endif
-
 /* How numbers in memory are stored. */
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -33,7 +32,7 @@ int omp_get_thread_num(void);
 
 int panel_width(void) { return PANEL; }
 int lanes(void) { return LANES; }
-#ifdef __FLT16_MAX__
+#if defined(__AVX512F__) || defined(__F16C__)
 int has_float16(void) { return 1; }
 #else
 int has_float16(void) { return 0; }
@@ -45,8 +44,10 @@ static inline long bytes_of(int kind) { return kind == FLOAT32 ? 4 : 2; }
 static inline __attribute__((always_inline)) vector at(const void *p, long i, const int kind) {
     if (kind == BFLOAT16)
         return (vector)(__builtin_convertvector(*(const shorts *)((const short *)p + i), integers) << 16);
-#ifdef __FLT16_MAX__
-    if (kind == FLOAT16) return __builtin_convertvector(*(const float16s *)((const short *)p + i), vector);
+#ifdef __AVX512F__
+    if (kind == FLOAT16) return (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const short *)p + i)));
+#elif defined(__F16C__)
+    if (kind == FLOAT16) return (vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const short *)p + i)));
 #endif
     return *(const vector *)((const float *)p + i);
 }
