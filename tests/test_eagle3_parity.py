@@ -210,6 +210,17 @@ def test_tap_id_conventions(nested, ids, extra, override, expected, target, tmp_
     assert load_eagle3(tmp_path, target, tap_ids=override).taps == expected
 
 
+@pytest.mark.parametrize("taps", [(2, 3, 5), (1, 3, 4), (3, 4, 6)])
+def test_a_config_with_both_counts_is_not_guessed_at(taps, target, tmp_path):
+    judge, _ = build_judge(target, {}, {}, shared=False)
+    save(judge, tmp_path, "SpecForge")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["eagle_aux_hidden_state_layer_ids"] = list(taps)
+    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_eagle3(tmp_path, target).taps == taps
+
+
 def test_specforge_norm_output_feeds_back_only_when_asked(target, tmp_path):
     judge, _ = build_judge(target, {}, {}, shared=False)
     save(judge, tmp_path, "SpecForge")

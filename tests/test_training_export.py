@@ -51,6 +51,7 @@ def test_eagle3_layout(target, tmp_path):
     tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [t - 1 for t in setup.TAPS]
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(setup.TAPS) and "eagle_aux_layer_semantics" not in config
     assert torch.equal(torch.arange(200) + tensors["d2t"], ids)
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)

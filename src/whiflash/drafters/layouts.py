@@ -136,7 +136,10 @@ def _eagle3_taps(
     speculators: bool,
     tap_ids: TapIds | None,
 ) -> tuple[int, ...]:
-    """Boundary ids. A list means output ids (add 1) in SpecForge and SGLang, boundary ids in vLLM and speculators."""
+    """Boundary ids. A list means output ids (add 1) in SpecForge and SGLang, boundary ids in vLLM and speculators.
+
+    A config may give both: vLLM's at the top, `ids`, and SGLang's in its `eagle_config`.
+    """
     if not ids:
         if target_layers is None:
             raise WhiFlashError(
@@ -145,7 +148,8 @@ def _eagle3_taps(
         return (2, target_layers // 2, target_layers - 3)
     if tap_ids is None:
         sglang = raw.get("eagle_aux_layer_semantics", nested.get("eagle_aux_layer_semantics")) == "sglang"
-        tap_ids = "output" if sglang or (not speculators and ids[0] == 1) else "boundary"
+        both = [int(i) + 1 for i in nested.get("eagle_aux_hidden_state_layer_ids") or ()] == [int(i) for i in ids]
+        tap_ids = "output" if not both and (sglang or (not speculators and ids[0] == 1)) else "boundary"
     return tuple(int(i) + (tap_ids == "output") for i in ids)
 
 
