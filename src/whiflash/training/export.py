@@ -37,8 +37,8 @@ def eagle3(head: Eagle3, target: Target, directory: Path, report: Mapping[str, A
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "torch_dtype": "float16",
-        # vLLM reads the top and counts a layer by its input; SpecForge and SGLang read `eagle_config` and count it by its
-        # output. So each finds its own count, and nobody has to guess which is meant.
+        # vLLM reads the top and counts a layer by its input; SpecForge and SGLang read `eagle_config` and count it by
+        # its output. So each finds its own count, and nobody has to guess which is meant.
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
