@@ -162,5 +162,5 @@ def _check_drafted(rows: list[dict[str, Any]]) -> None:
     if idle:
         raise WhiFlashError(
             f"{', '.join(idle)} never drafted a token, so these figures are those of plain decoding; ask for more than "
-            "one new token, and check the drafter's shape"
+            "one new token, and check the drafter's shape and --draft-p-min"
         )
