@@ -32,12 +32,16 @@ app.add_typer(train_app, name="train")
 
 evaluation.add_to(app)
 
-# the drafters that each shape of a draft is for
+# for each shape of a draft its flag, and the drafters that it is for
 SHAPED = {
-    "block_size": ("df", "ddt"), "block_rows": ("df",), "tree_budget": ("ddt",),
-    "eagle3_depth": ("e3",), "eagle3_top_k": ("e3",), "eagle3_total_tokens": ("e3",),
-    "p_min": ("df", "ddt", "e3"),
-}  # fmt: skip
+    "block_size": ("--block-size", ("df", "ddt")),
+    "block_rows": ("--block-rows", ("df",)),
+    "tree_budget": ("--tree-budget", ("ddt",)),
+    "eagle3_depth": ("--eagle-depth", ("e3",)),
+    "eagle3_top_k": ("--eagle-top-k", ("e3",)),
+    "eagle3_total_tokens": ("--eagle-total-tokens", ("e3",)),
+    "p_min": ("--draft-p-min", ("df", "ddt", "e3")),
+}
 
 
 def main() -> None:
@@ -235,11 +239,10 @@ def demo(
 
 def _check_shapes(drafters: str, given: dict[str, Any], plain: dict[str, Any]) -> None:
     """Refuse, before anything is loaded, what would otherwise be ignored."""
-    for name, takers in SHAPED.items():
+    for name, (flag, takers) in SHAPED.items():
         if given[name] != plain[name] and not set(takers) & set(drafters.split("-")):
-            flag = name.replace("eagle3", "eagle").replace("p_min", "draft_p_min").replace("_", "-")
             raise WhiFlashError(
-                f"--{flag} has no effect on drafters {drafters}, since it shapes {' or '.join(takers)} drafts; "
+                f"{flag} has no effect on drafters {drafters}, since it shapes {' or '.join(takers)} drafts; "
                 "leave it out, or choose other drafters"
             )
 

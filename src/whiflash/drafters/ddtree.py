@@ -64,13 +64,10 @@ class DDTreeDrafter(DFlashDrafter):
     def draft(self, state: DraftState, log: FeatureLog, choose: Choose | None) -> Draft:
         log_probs = self.block_logits(state, log).float().log_softmax(-1)
         tokens, parents, scores = best_prefixes(log_probs, self.tree_budget)
-        if self.p_min is not None:  # falling, so what is left out lies behind all that stays
-            kept = int((scores.exp() >= self.p_min).sum())
-            tokens, parents, scores = tokens[:kept], parents[:kept], scores[:kept]
         root = log.tokens[log.length : log.length + 1]
         return tree(
             torch.cat([root, self.to_target(tokens)]),
             torch.cat([parents.new_full((1,), -1), parents + 1]),
             self.block_size - 1,
-            scores.exp(),
-        )
+            None if self.p_min is None else scores.exp(),
+        ).likely(self.p_min)

@@ -192,9 +192,8 @@ class DFlashDrafter:
         tokens, probs = (logits.argmax(-1), None) if choose is None else choose(logits)
         root = log.tokens[log.length : log.length + 1]
         tokens, probs = torch.cat([root, self.to_target(tokens)]), to_target_vocab(probs, self.model)
-        if self.p_min is None:
-            return chain(tokens, probs)
-        return chain(tokens, probs, top_probability(logits).cumprod(0)).likely(self.p_min)
+        confidence = None if self.p_min is None else top_probability(logits).cumprod(0)
+        return chain(tokens, probs, confidence).likely(self.p_min)
 
     def to_target(self, tokens: Tensor) -> Tensor:
         return tokens if self.model.target_ids is None else self.model.target_ids[tokens]

@@ -32,8 +32,10 @@ class Draft:
         """Without the nodes deeper than `depth`, which is at least 0."""
         return self._keep(self.depths <= depth)
 
-    def likely(self, p_min: float) -> "Draft":
-        """Without the nodes of less confidence than `p_min`."""
+    def likely(self, p_min: float | None) -> "Draft":
+        """Without the nodes of less confidence than `p_min`; as it is if that is None."""
+        if p_min is None:
+            return self
         assert self.confidence is not None
         return self._keep(F.pad(self.confidence >= p_min, (1, 0), value=True))
 

@@ -241,7 +241,9 @@ class Eagle3Drafter:
         return draft
 
     def _chain(self, y: Tensor, token: Tensor, state: DraftState, choose: Choose | None) -> Draft:
-        guessed, drawn_from, confidence = [token[0]], [], [torch.ones(1, device=token.device)]  # the root is certain
+        guessed, drawn_from = [token[0]], []
+        # the root is certain
+        confidence = [] if self.p_min is None else [torch.ones(1, device=token.device)]
         for depth in range(self.depth):
             if depth:
                 position = torch.tensor([state.cursor], device=token.device)
@@ -289,13 +291,12 @@ class Eagle3Drafter:
         place = torch.zeros(offset + 1, dtype=torch.long, device=device)
         place[order] = torch.arange(1, order.shape[0] + 1, device=device)
         parents = place[torch.cat(all_parents)[order]]
-        grown = tree(
+        return tree(
             torch.cat([root[0], torch.cat(all_tokens)[order]]),
             torch.cat([parents.new_full((1,), -1), parents]),
             self.depth,
-            found[order].exp(),
-        )
-        return grown if self.p_min is None else grown.likely(self.p_min)
+            None if self.p_min is None else found[order].exp(),
+        ).likely(self.p_min)
 
     def _to_target(self, tokens: Tensor) -> Tensor:
         return tokens if self.model.target_ids is None else self.model.target_ids[tokens]

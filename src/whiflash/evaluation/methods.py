@@ -7,6 +7,7 @@ from typing import Any
 
 from whiflash.calibration import AUTO
 from whiflash.drafters.dflash import DFlash
+from whiflash.drafters.drafter import Drafter
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.model import PAIRS, TREE_BUDGET, Drafting, WhiFlash
@@ -225,13 +226,15 @@ def standalone(methods: Sequence[Method]) -> dict[str, list[str]]:
     }
 
 
+def _shape(drafter: Drafter) -> str:
+    least = "" if drafter.p_min is None else f", p ≥ {drafter.p_min:g}"
+    return f"{drafter.name} (≤ {drafter.rows - 1} drafted{least})"
+
+
 def mode(model: WhiFlash) -> str:
     """What this model does, read off the parts that will run rather than off the flags."""
     target = model.target
-    least = ["" if d.p_min is None else f", p ≥ {d.p_min:g}" for d in model.drafters]
-    parts = [f"{d.name} (≤ {d.rows - 1} drafted{p})" for d, p in zip(model.drafters, least, strict=True)] or [
-        "no drafter"
-    ]
+    parts = [_shape(drafter) for drafter in model.drafters] or ["no drafter"]
     if len(model.drafters) > 1 and model.router is not None:
         threshold = getattr(model.router, "threshold", None)
         parts.append(f"{model.router.name} router" + ("" if threshold is None else f" at {threshold:g}"))

@@ -38,7 +38,7 @@ int has_float16(void) { return 1; }
 int has_float16(void) { return 0; }
 #endif
 
-static inline long bytes_of(int kind) { return kind == FLOAT32 ? 4 : 2; }
+static inline __attribute__((always_inline)) long bytes_of(const int kind) { return kind == FLOAT32 ? 4 : 2; }
 
 /* LANES numbers of p from the i-th on. */
 static inline __attribute__((always_inline)) vector at(const void *p, long i, const int kind) {
@@ -65,7 +65,7 @@ static inline __attribute__((always_inline)) void tile(const int rows, const int
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) {
             const long i = k * PANEL + v * LANES;
-            __builtin_prefetch((const char *)panel + (i + AHEAD) * (kind == FLOAT32 ? 4 : 2));
+            __builtin_prefetch((const char *)panel + (i + AHEAD) * bytes_of(kind));
             w[v] = at(panel, i, kind);
         }
 #pragma GCC unroll 12
