@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_training as setup
-from whiflash.drafters.load import load_dflash
+from whiflash.drafters.load import checkpoint_hash, load_dflash
 from whiflash.errors import WhiFlashError
 from whiflash.nn.weights import Weights, load_parts
 from whiflash.training import dflash, eagle3
-from whiflash.training.acceptance import checkpoint_hash
 from whiflash.training.dflash import DFlashTrainee, new_drafter
 from whiflash.training.eagle3 import Eagle3Trainee, new_head
 

@@ -1,6 +1,7 @@
 """From a checkpoint's name to a draft model bound to its target."""
 
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -99,6 +100,16 @@ def load_dflash(
             layer.attention.split_kv()
         pack(model)
     return model.eval().requires_grad_(False)
+
+
+def checkpoint_hash(path: str | Path) -> str:
+    """What tells one drafter from another: a hash of everything that it drafts with."""
+    path = resolve(path, "drafter")
+    digest = sha256()
+    patterns = ("*.safetensors", layouts.DRAFT_VOCABULARY)
+    for file in [f for p in patterns for f in sorted(path.glob(p))] if path.is_dir() else [path]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _open(name: str | Path, expected: str) -> tuple[Weights, dict]:

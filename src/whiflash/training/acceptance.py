@@ -13,11 +13,9 @@ from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
-from whiflash.drafters.layouts import DRAFT_VOCABULARY
-from whiflash.drafters.load import load_dflash, load_eagle3
+from whiflash.drafters.load import checkpoint_hash, load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.journal import Journal
-from whiflash.nn.weights import resolve
 from whiflash.target.target import Target
 from whiflash.training import dflash, eagle3
 from whiflash.training.evaluate import accepted_lengths
@@ -73,15 +71,6 @@ class Drafters:
             chains += accepted_lengths(logits.argmax(-1) == wanted)
             trees += tree_lengths(logits.log_softmax(-1), wanted, budget)
         return chains, trees
-
-
-def checkpoint_hash(path: str | Path) -> str:
-    path = resolve(path, "drafter")
-    digest = sha256()
-    patterns = ("*.safetensors", DRAFT_VOCABULARY)
-    for file in [f for p in patterns for f in sorted(path.glob(p))] if path.is_dir() else [path]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def to_draft(tokens: Tensor, target_ids: Tensor) -> Tensor:

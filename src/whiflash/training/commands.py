@@ -51,6 +51,10 @@ Features = Annotated[
 ]
 Online = Annotated[bool, typer.Option("--online", help="Compute the target's states when needed, keeping none.")]
 
+Init = Annotated[
+    str | None, typer.Option("--init", help="Checkpoint to go on from; the target's own weights if left out.")
+]
+
 _console = Console(stderr=True, highlight=False)
 
 
@@ -102,6 +106,7 @@ def eagle3(
     steps: Steps = None,
     features: Features = None,
     online: Online = False,
+    init: Init = None,
     seed: Seed = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -110,7 +115,7 @@ def eagle3(
     from whiflash.training.eagle3 import train_eagle3
 
     _train_drafter(
-        train_eagle3, "eagle3", texts, out, target, recipe, hours, steps, features, online, seed, dtype, device
+        train_eagle3, "eagle3", texts, out, target, recipe, hours, steps, features, online, init, seed, dtype, device
     )
 
 
@@ -124,6 +129,7 @@ def dflash(
     steps: Steps = None,
     features: Features = None,
     online: Online = False,
+    init: Init = None,
     seed: Seed = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -132,7 +138,7 @@ def dflash(
     from whiflash.training.dflash import train_dflash
 
     _train_drafter(
-        train_dflash, "dflash", texts, out, target, recipe, hours, steps, features, online, seed, dtype, device
+        train_dflash, "dflash", texts, out, target, recipe, hours, steps, features, online, init, seed, dtype, device
     )
 
 
@@ -223,6 +229,7 @@ def _train_drafter(
     steps: int | None,
     features: Path | None,
     online: bool,
+    init: str | None,
     seed: int | None,
     dtype: str | None,
     device: str | None,
@@ -230,7 +237,7 @@ def _train_drafter(
     chosen = _recipe(recipe, target, seed)
     settings = getattr(chosen, kind)
     given = {name: value for name, value in (("hours", hours), ("steps", steps)) if value is not None}
-    settings = replace(settings, loop=replace(settings.loop, **given))
+    settings = replace(settings, loop=replace(settings.loop, **given), init=init or settings.init)
     loaded = _target(target, dtype, device)
     ready = _texts(loaded, texts, chosen, features, online)
     history = run(settings, loaded, ready.source, ready.held, out, _log).history

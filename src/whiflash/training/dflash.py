@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash, DFlashConfig
+from whiflash.drafters.load import checkpoint_hash, load_dflash
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import additive
 from whiflash.nn.layers import Layer
@@ -31,6 +32,7 @@ from whiflash.training.teacher import (
     rope_of,
     shape_of,
     soft_cross_entropy,
+    take_over,
     target_layer,
 )
 
@@ -43,7 +45,8 @@ class DFlashRecipe:
     """`anchors` blocks of `block` slots a text. `weights` is "dpace" (`alpha`) or "exponential" (scale `gamma`).
 
     Labels cover the `draft_vocab` most frequent tokens, from which it then drafts, at a fraction of the full head's
-    cost. `labels`: "soft" or "hard". `mask_token` None takes an unused special token.
+    cost. `labels`: "soft" or "hard". `mask_token` None takes an unused special token. `init` is a checkpoint to go on
+    from, whose draft vocabulary is kept; left out, the target's last layers are where training starts.
     """
 
     layers: int = 3
@@ -56,6 +59,7 @@ class DFlashRecipe:
     alpha: float = 0.5
     labels: str = "soft"
     fc_noise: float = 0.002
+    init: str | None = None
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
@@ -240,6 +244,14 @@ def train_dflash(
 ) -> Run:
     """Train a drafter on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` holds."""
     ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
-    trainee = DFlashTrainee(new_drafter(target, source.taps, recipe, source), target, recipe, ids, held)
-    settings = {k: v for k, v in asdict(recipe).items() if k != "loop"}
-    return train(trainee, source, recipe.loop, out, {"dflash": settings}, log)
+    drafter = new_drafter(target, source.taps, recipe, source)
+    identity = {
+        "dflash": {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")},
+        "init": recipe.init and checkpoint_hash(recipe.init),
+    }
+    if recipe.init is not None:
+        found = load_dflash(recipe.init, target, packed=False)
+        take_over(drafter, found, recipe.init)
+        ids = ids if found.target_ids is None else found.target_ids
+    trainee = DFlashTrainee(drafter, target, recipe, ids, held)
+    return train(trainee, source, recipe.loop, out, identity, log)

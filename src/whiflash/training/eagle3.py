@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from whiflash.drafters.eagle3 import Eagle3, Eagle3Config
+from whiflash.drafters.load import checkpoint_hash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import additive
 from whiflash.target.target import Target
@@ -29,6 +30,7 @@ from whiflash.training.teacher import (
     rope_of,
     shape_of,
     soft_cross_entropy,
+    take_over,
     target_layer,
 )
 
@@ -38,7 +40,8 @@ class Eagle3Recipe:
     """`test_steps` drafting steps are trained, step i weighing decay^i; `chain` is the depth that evaluation drafts.
 
     At most `rows` rows of a text are trained at a time, in a random stretch of its answer (0: all): early on, steps
-    count more than rows a step.
+    count more than rows a step. `init` is a checkpoint to go on from, whose draft vocabulary is kept; left out, the
+    target's last layer is where training starts.
     """
 
     draft_vocab: int = 8192
@@ -48,6 +51,7 @@ class Eagle3Recipe:
     chain: int = 5
     fc_noise: float = 0.002
     embedding_noise: float = 0.01
+    init: str | None = None
     loop: LoopConfig = field(default_factory=LoopConfig)
 
 
@@ -179,7 +183,16 @@ def train_eagle3(
 ) -> Run:
     """Train a head on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` holds."""
     ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
-    head = new_head(target, source.taps, ids, recipe)
+    identity = {
+        "eagle3": {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")},
+        "init": recipe.init and checkpoint_hash(recipe.init),
+    }
+    if recipe.init is None:
+        head = new_head(target, source.taps, ids, recipe)
+    else:
+        found = load_eagle3(recipe.init, target, packed=False)
+        ids = torch.arange(target.vocab_size) if found.target_ids is None else found.target_ids
+        head = new_head(target, source.taps, ids, recipe)
+        take_over(head, found, recipe.init)
     trainee = Eagle3Trainee(head, target, recipe, held)
-    settings = {k: v for k, v in asdict(recipe).items() if k != "loop"}
-    return train(trainee, source, recipe.loop, out, {"eagle3": settings}, log)
+    return train(trainee, source, recipe.loop, out, identity, log)

@@ -17,7 +17,7 @@ from whiflash.errors import WhiFlashError
 from whiflash.journal import write_atomic
 from whiflash.nn.layers import LayerShape
 from whiflash.nn.rotary import RopeConfig
-from whiflash.nn.weights import Part, export_parts, read_config
+from whiflash.nn.weights import Part, export_parts, read_config, resolve
 from whiflash.target.target import Target
 
 
@@ -139,4 +139,13 @@ def _card(kind: str, target: Target, settings: Mapping[str, Any], report: Mappin
         ]
     facts = {key: report[key] for key in ("data", "compute", "recipe") if key in report}
     lines += ["```json", json.dumps(facts, indent=1), "```", ""]
+    if init := report.get("recipe", {}).get("init"):
+        lines += [f"Training went on from {init}, of which its own card says:", "", *_quoted(resolve(init)), ""]
     return "\n".join(lines)
+
+
+def _quoted(checkpoint: Path) -> list[str]:
+    """The card beside a checkpoint, if it has one, with its headings one level down."""
+    card = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "README.md"
+    text = card.read_text("utf-8") if card.is_file() else "(nothing)"
+    return [f"#{line}" if line.startswith("#") else line for line in text.strip().splitlines()]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,6 +29,20 @@ def draft_vocabulary(texts: Sequence[Text], vocab_size: int, size: int, keep: Se
     kept = set(keep)
     order = sorted(range(vocab_size), key=lambda i: (i not in kept, -answers[i], -prompts[i], i))
     return torch.tensor(sorted(order[:size]))
+
+
+@torch.no_grad()
+def take_over(fresh: Any, found: Any, name: str) -> None:
+    """Give the drafter `fresh` the parameters of `found`, loaded from `name`; refuses one of another make."""
+    for setting in (f.name for f in fields(fresh.config) if f.name != "draft_vocab_size"):
+        wanted, has = getattr(fresh.config, setting), getattr(found.config, setting)
+        if wanted != has:
+            raise WhiFlashError(
+                f"training cannot go on from {name}: it has {setting} = {has}, but the recipe and the target make "
+                f"drafters with {setting} = {wanted}; change the recipe, or train from the target's own weights"
+            )
+    for mine, theirs in zip(fresh.parts(), found.parts(), strict=True):
+        getattr(mine.module, mine.attribute).copy_(getattr(theirs.module, theirs.attribute))
 
 
 class Teacher(nn.Module):
