@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,9 +81,33 @@ def lengths(work, tmp_path_factory):
     target = load_target(work[0] / "target")
     texts = read_texts(out / "work" / "answers.jsonl", target)
     drafters = Drafters.load(target, out / "dflash", out / "eagle3")
-    file = tmp_path_factory.mktemp("lengths") / "a.jsonl"
-    measured = measure(Online(target, texts, drafters.dflash.taps), "all", drafters, file, CHAIN, BUDGET)
+    directory = tmp_path_factory.mktemp("lengths")
+    measured = measure(Online(target, texts, drafters.dflash.taps), "all", drafters, directory, CHAIN, BUDGET)
     return list(zip(texts, measured, strict=True))
+
+
+def test_a_model_is_measured_again_only_when_it_changed(work, tmp_path, monkeypatch):
+    target, out = load_target(work[0] / "target"), work[0] / "out"
+    texts = read_texts(out / "work" / "answers.jsonl", target)[:3]
+    calls = []
+    for name in ("diffusion", "autoregressive"):
+        original = getattr(Drafters, name)
+        monkeypatch.setattr(Drafters, name, lambda *a, name=name, original=original: calls.append(name) or original(*a))
+
+    def measured(dflash):
+        calls.clear()
+        drafters = Drafters.load(target, dflash, out / "eagle3")
+        return measure(Online(target, texts, drafters.dflash.taps), "few", drafters, tmp_path, CHAIN, BUDGET)
+
+    first = measured(out / "dflash")
+    assert calls == ["diffusion", "autoregressive"] * 3
+    measured(out / "dflash")
+    assert not calls
+    changed = shutil.copytree(out / "dflash", tmp_path / "changed")
+    (changed / "draft_vocabulary.json").write_text(json.dumps(list(range(50))))
+    other = measured(changed)
+    assert calls == ["diffusion"] * 3
+    assert all(torch.equal(a.lengths["e3"], b.lengths["e3"]) for a, b in zip(first, other, strict=True))
 
 
 def test_everything_is_there_and_loads(work):

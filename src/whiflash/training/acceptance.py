@@ -3,6 +3,7 @@
 With the root at position s the router sees the target's final hidden state at s-1, the node that produced the root.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -46,15 +47,13 @@ class Drafters:
         )
 
     @torch.inference_mode()
-    def accepted(self, sample: Sample, chain: int, tree_budget: int) -> dict[str, list[int]]:
-        """Accepted draft length of each drafter at every root of the answer but its last token."""
-        sample = sample.to(self.target.device)
-        lengths = dict(zip(("df", "ddt"), self._diffusion(sample, tree_budget), strict=True))
-        if self.eagle3 is not None:
-            lengths["e3"] = eagle3.accepted(self.eagle3, sample, chain)
-        return lengths
+    def autoregressive(self, sample: Sample, chain: int) -> dict[str, list[int]]:
+        """Accepted draft length of an EAGLE-3 chain at every root of the answer but its last token."""
+        return {} if self.eagle3 is None else {"e3": eagle3.accepted(self.eagle3, sample, chain)}
 
-    def _diffusion(self, sample: Sample, budget: int) -> tuple[list[int], list[int]]:
+    @torch.inference_mode()
+    def diffusion(self, sample: Sample, budget: int) -> dict[str, list[int]]:
+        """Accepted draft length of DFlash's block, and of DDTree's tree of `budget` nodes, at the same roots."""
         tokens, start, last = sample.tokens, sample.start, len(sample.tokens) - 1
         block, chains, trees = self.dflash.config.block_size, [], []
         ids = self.dflash.target_ids
@@ -62,7 +61,8 @@ class Drafters:
         dtype = self.target.dtype if borrowed else torch.float32
         for anchors in torch.arange(start, last, device=tokens.device).split(ANCHORS):
             hidden = dflash.blocks(self.dflash, sample.features[: int(anchors[-1])], tokens, anchors, block)[:, 1:]
-            logits = self.dflash.logits(hidden.to(dtype)).float()
+            # in one matrix: a product of three dimensions runs block by block
+            logits = self.dflash.logits(hidden.flatten(0, 1).to(dtype)).float().unflatten(0, hidden.shape[:2])
             at = anchors[:, None] + torch.arange(1, block, device=tokens.device)
             wanted = tokens[at.clamp(max=last)]
             if ids is not None:
@@ -70,7 +70,7 @@ class Drafters:
             wanted = wanted.masked_fill(at > last, -1)
             chains += accepted_lengths(logits.argmax(-1) == wanted)
             trees += tree_lengths(logits.log_softmax(-1), wanted, budget)
-        return chains, trees
+        return {"df": chains, "ddt": trees}
 
 
 def to_draft(tokens: Tensor, target_ids: Tensor) -> Tensor:
@@ -114,34 +114,38 @@ def measure(
     samples: Sequence[Sample] | Source,
     texts: str,
     drafters: Drafters,
-    file: str | Path,
+    directory: str | Path,
     chain: int = 5,
     tree_budget: int = 16,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Measured]:
-    """Acceptance lengths on every text, kept in `file` so that a killed run does not start over.
+    """Acceptance lengths on every text, kept in `directory`: a killed run does not start over, nor a model of a pair
+    because the other one changed.
 
     texts: fingerprint of the samples. chain: depth of the EAGLE-3 chain. tree_budget: DDTree nodes besides the root.
     """
-    settings = {
-        "kind": "acceptance",
-        "texts": texts,
-        "drafters": drafters.identity,
-        "chain": chain,
-        "tree_budget": tree_budget,
+    passes: dict[str, tuple[Callable[[Sample], dict[str, list[int]]], dict[str, int]]] = {
+        "df": (lambda sample: drafters.diffusion(sample, tree_budget), {"tree_budget": tree_budget}),
+        "e3": (lambda sample: drafters.autoregressive(sample, chain), {"chain": chain}),
     }
-    journal = Journal(file, settings)
+    journals = {}
+    for model, identity in drafters.identity.items():
+        settings = {"kind": "acceptance", "texts": texts, "drafter": identity, **passes[model][1]}
+        digest = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+        journals[model] = Journal(Path(directory) / f"acceptance-{model}-{digest}.jsonl", settings)
     measured = []
     for index in range(len(samples)):
         report(index, len(samples))
-        sample = samples[index]
-        if index == len(journal.rows):
-            journal.append(drafters.accepted(sample, chain, tree_budget))
-        accepted = journal.rows[index]
-        # a round never commits more than the text has left
-        left = torch.arange(len(accepted["df"]), 0, -1)
-        lengths = {name: torch.minimum(torch.tensor(row) + 1, left) for name, row in accepted.items()}
-        signal = sample.hidden[sample.start - 1 : len(sample.tokens) - 2].float().cpu().clone()
+        sample = samples[index].to(drafters.target.device)
+        lengths = {}
+        for model, journal in journals.items():
+            if index == len(journal.rows):
+                journal.append(passes[model][0](sample))
+            for name, accepted in journal.rows[index].items():
+                # a round never commits more than the text has left
+                left = torch.arange(len(accepted), 0, -1)
+                lengths[name] = torch.minimum(torch.tensor(accepted) + 1, left)
+        signal = sample.hidden[sample.start - 1 : len(sample.tokens) - 2].cpu().clone()
         prompt = sha256(repr(sample.tokens[: sample.start].tolist()).encode()).hexdigest()
         measured.append(Measured(sample.category, prompt, signal, lengths))
     report(len(samples), len(samples))

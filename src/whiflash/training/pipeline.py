@@ -237,19 +237,17 @@ def measure_all(
     ready: Texts, drafters: Drafters, work: Path, recipe: RouterRecipe, report: Report = silent
 ) -> tuple[list[Measured], list[Measured]]:
     """Acceptance of each drafter at every position of the routers' and of the held-out texts, kept in `work`."""
-    settings = [drafters.identity, recipe.chain, recipe.tree_budget]
     results = []
-    for name, samples, texts in (
-        ("train", ready.routers, ready.routers.fingerprint),
-        ("held-out", ready.held, held_fingerprint(ready)),
+    for samples, texts in (
+        (ready.routers, ready.routers.fingerprint),
+        (ready.held, held_fingerprint(ready)),
     ):
         began = time.monotonic()
 
         def told(done: int, total: int, began: float = began) -> None:
             report(Status("acceptance at every position", done, total, done, 0, time.monotonic() - began))
 
-        file = work / f"acceptance-{name}-{fingerprint([*settings, texts])}.jsonl"
-        results.append(measure(samples, texts, drafters, file, recipe.chain, recipe.tree_budget, told))
+        results.append(measure(samples, texts, drafters, work, recipe.chain, recipe.tree_budget, told))
     return results[0], results[1]
 
 
