@@ -2,7 +2,13 @@
 
 import sys
 
-from whiflash.cli import main
+try:
+    from whiflash.cli import main
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"{sys.executable} has no module {error.name}; install the project (pip install -e '.[bench,demo]'), or use "
+        "the environment that make set up: .venv/bin/python benchmark.py"
+    )
 
 if __name__ == "__main__":
     sys.argv.insert(1, "bench")

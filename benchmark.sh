@@ -3,8 +3,8 @@
 #   ./benchmark.sh --max-samples 12 --max-new-tokens 128 --output runs/table
 # PROCESSES=N shares the prompts among N processes (one GPU each).
 set -euo pipefail
-cd "$(dirname "$0")"
-[ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"
+bin="$(cd "$(dirname "$0")" && pwd)/.venv/bin"
+[ -d "$bin" ] && PATH="$bin:$PATH"
 
 if [ "${PROCESSES:-1}" -gt 1 ]; then
     exec torchrun --nproc-per-node "$PROCESSES" -m whiflash.cli sweep "$@"

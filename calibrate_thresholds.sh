@@ -3,8 +3,8 @@
 # `whiflash calibrate`, for example
 #   ./calibrate_thresholds.sh --drafters df-e3 --dataset gsm8k,humaneval --max-samples 20
 set -euo pipefail
-cd "$(dirname "$0")"
-[ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"
+bin="$(cd "$(dirname "$0")" && pwd)/.venv/bin"
+[ -d "$bin" ] && PATH="$bin:$PATH"
 
 case " $* " in
 *" --drafters "* | *" -d "* | *" --drafters="*) exec whiflash calibrate "$@" ;;

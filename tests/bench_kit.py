@@ -66,6 +66,14 @@ def router(directory: Path, pair: str, budget: int | None = None) -> Path:
     return tiny.write(directory, {"format": "whiflash-router", "pair": pair, "tree_budget": budget}, tensors)
 
 
+def profile(path: Path, **costs: float) -> Path:
+    """Seconds of a drafted round, the same in every length but for a thousandth a node."""
+    rounds = {name: {n: {"draft": cost, "verify": n / 1000} for n in range(1, 17)} for name, cost in costs.items()}
+    catch_up = {name: {"fixed": 0.0, "row": 0.0} for name in costs}
+    path.write_text(json.dumps({"plain": {"verify": 1.0}, "rounds": rounds, "catch_up": catch_up}))
+    return path
+
+
 def write_rows(path: Path, rows: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

@@ -273,7 +273,8 @@ def test_roots_of_a_record_are_what_the_router_would_do():
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [("{}", "is no latency profile"), ('{"plain": {}, "rounds": {}, "catch_up": {}}', "not name")]
+    ("content", "told"),
+    [("{}", "is no latency profile"), ('{"plain": {"verify": 1}, "rounds": {}, "catch_up": {}}', "not name")],
 )
 def test_a_file_that_names_no_record(tmp_path, content, told):
     (tmp_path / "c.json").write_text(content)
@@ -286,7 +287,7 @@ def test_a_damaged_or_empty_record(tmp_path):
     with pytest.raises(WhiFlashError, match="cannot be read"):
         positions.read_record(file)
     file.write_text('{"id": 1}\n')
-    with pytest.raises(WhiFlashError, match="is no record"):
+    with pytest.raises(WhiFlashError, match="line 1 is damaged"):
         positions.read_record(file)
     file.write_text(json.dumps({"id": "p", "left_out": True}) + "\n")
     with pytest.raises(WhiFlashError, match="holds no answer"):

@@ -212,10 +212,12 @@ def test_the_hub_is_asked_for_the_right_rows(monkeypatch):
 
 def test_bad_files_get_a_sentence(tmp_path):
     write_rows(tmp_path / "gsm8k.jsonl", [{"text": "?"}])
-    with pytest.raises(WhiFlashError, match="row 0 of data set gsm8k is not in its published format"):
+    with pytest.raises(
+        WhiFlashError, match=r"gsm8k\.jsonl, line 1 is no prompt of data set gsm8k \(it has no 'problem', only text\)"
+    ):
         load_prompts(["gsm8k"], tmp_path)
     (tmp_path / "math500.jsonl").write_text("{broken\n")
-    with pytest.raises(WhiFlashError, match="cannot be read as a data set"):
+    with pytest.raises(WhiFlashError, match=r"math500\.jsonl, line 1 is damaged"):
         load_prompts(["math500"], tmp_path)
     own = write_rows(tmp_path / "own.jsonl", [{"id": "a", "category": "poetry", "turns": ["x"]}])
     with pytest.raises(WhiFlashError, match="a category of chat, math, coding, agentic"):

@@ -1,5 +1,9 @@
 """Flags become methods; what cannot apply is refused with a sentence."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -97,6 +101,15 @@ REFUSED = [
         "both name its draft",
     ),
     (["--ddtree-tree-budget", "many"], "takes whole numbers"),
+    (["--speculative-algorithm", "DDTREE", "--ddtree-tree-budget", "1000000"], "tree budget must be at most 4096"),
+    (["--speculative-algorithm", ""], "--speculative-algorithm is empty"),
+    *(
+        (["--whiflash-router", "neural", "--whiflash-neural-router-path", kind], "names a neural router's checkpoint")
+        for kind in ("entropy", "fixed", "neural")
+    ),
+    (["--whiflash-router", "neural", "--whiflash-neural-router-threshold", "nan"], "threshold"),
+    (["--whiflash-entropy-threshold", "-1"], "threshold"),
+    (["--seed", "-1"], "a seed must be a whole number"),
     (["--dataset", "gsm"], "did you mean gsm8k"),
     (["--temperature", "-1"], "temperature"),
     (["--max-new-tokens", "0"], "at least 1"),
@@ -112,6 +125,21 @@ def test_what_cannot_apply_is_refused(arguments, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_sweep_refuses_alike():
-    found = CliRunner().invoke(app, ["sweep", "--whiflash-drafters", "df-df"])
-    assert "'df-df' is not known" in str(found.exception)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--whiflash-drafters", "df-df"], "'df-df' is not known"),
+        (["--whiflash-neural-router-threshold", "nan"], "threshold"),
+        (["--whiflash-neural-router-path", "x"], "is one router, trained for one pair"),
+    ],
+)
+def test_sweep_refuses_alike(arguments, words):
+    found = CliRunner().invoke(app, ["sweep", *arguments])
+    assert isinstance(found.exception, WhiFlashError) and words in str(found.exception)
+
+
+def test_a_python_without_the_project_is_told_where_it_is():
+    script = Path(__file__).parents[1] / "benchmark.py"
+    found = subprocess.run([sys.executable, "-I", "-S", script], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "has no module whiflash; install the project" in found.stderr and "Traceback" not in found.stderr

@@ -98,6 +98,15 @@ def test_two_ranks_give_the_outputs_of_one(kit, whole, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_ranks_refuse_with_one_sentence(kit, tmp_path):
+    bench_kit.run(kit.request(tmp_path / "two", tokens=4))
+    process = torchrun(kit, tmp_path / "two")
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode != 0 and "was made with" in printed
+    assert "barrier" not in printed and "results.py" not in printed
+
+
+@pytest.mark.slow
 def test_two_ranks_killed_resume_to_the_same(kit, whole, tmp_path):
     output = tmp_path / "two"
     process = torchrun(kit, output)

@@ -145,7 +145,7 @@ def test_rows_that_another_rank_left_are_taken_in(kit, whole, tmp_path, monkeypa
 def test_other_settings_do_not_resume(kit, whole):
     with pytest.raises(WhiFlashError, match="max_new_tokens = 12, but this run has 13"):
         run(kit.request(whole, tokens=13))
-    with pytest.raises(WhiFlashError, match="methods = "):
+    with pytest.raises(WhiFlashError, match=r"methods\.EAGLE-3\.drafting\.eagle3_depth = None, but this run has 2"):
         run(kit.request(whole, flags=kit.flags(eagle_depth=2)))
 
 
@@ -195,6 +195,11 @@ def test_prompts_too_long_are_left_out_and_named(kit, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "long: turn 0 has" in printed and "later: turn 1 has" in printed
     assert summary(tmp_path / "out")["methods"]["DFlash"]["categories"]["chat"]["prompts"] == 1
+
+
+def test_a_run_that_measured_nothing_fails(kit, tmp_path):
+    with pytest.raises(WhiFlashError, match=r"nothing was measured: turn 0 has .* too many for the context"):
+        run(kit.request(tmp_path / "out", tokens=500, flags=kit.flags(("DFLASH",))))
 
 
 def test_a_full_disk_keeps_what_was_measured(kit, whole, tmp_path, monkeypatch):

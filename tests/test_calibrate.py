@@ -7,12 +7,13 @@ import pytest
 
 import bench_kit
 import tiny
-from bench_kit import Kit
+from bench_kit import Kit, profile
 from whiflash import Drafting, WhiFlash, WhiFlashError, cli
-from whiflash.calibration import default_path, parse_threshold
+from whiflash.calibration import Setting, parse_threshold
 from whiflash.evaluation.calibrate import Request, calibrate
 from whiflash.evaluation.latency import Profile
 from whiflash.evaluation.methods import Flags, mode, plan
+from whiflash.target.load import load_target
 
 PROMPT = "Name a letter."
 
@@ -42,14 +43,6 @@ def request(kit: Kit, **given) -> Request:
     return Request(**{"datasets": (str(kit.prompts),), "max_new_tokens": 24, **models, **given})
 
 
-def profile(path: Path, **costs: float) -> Path:
-    """Seconds of a drafted round, the same in every length but for a thousandth a node."""
-    rounds = {name: {n: {"draft": cost, "verify": n / 1000} for n in range(1, 17)} for name, cost in costs.items()}
-    catch_up = {name: {"fixed": 0.0, "row": 0.0} for name in costs}
-    path.write_text(json.dumps({"plain": {"verify": 1.0}, "rounds": rounds, "catch_up": catch_up}))
-    return path
-
-
 @pytest.fixture(scope="module")
 def written(kit, router, home, tmp_path_factory) -> dict:
     """Calibrations in the cache: ddt-e3 with both routers, timed here; df-e3 for a machine where e3 costs little."""
@@ -67,7 +60,7 @@ def load(kit: Kit, **given) -> WhiFlash:
 
 def test_a_calibration_says_what_was_chosen_and_from_what(kit, written):
     found = json.loads(written["ddt-e3"].read_text())
-    assert written["ddt-e3"] == default_path(found["target_fingerprint"], "ddt-e3")
+    assert written["ddt-e3"] == Setting.of(load_target(kit.target), "ddt-e3").default_path
     assert set(found["routers"]) == {"entropy", "neural"} and found["texts"] == 4 and found["positions"] > 40
     for routed in found["routers"].values():
         assert set(routed["categories"]) == {"chat", "math", "overall"}
@@ -142,7 +135,7 @@ def test_the_commands_read_it(kit, written, monkeypatch, capsys, tmp_path):
     assert f"at {best['threshold']:g}" in summary["settings"]["WhiFlash-Entropy df-e3 ran as"]
 
 
-def test_a_killed_recording_goes_on_and_ends_the_same(kit, tmp_path, monkeypatch):
+def test_a_killed_recording_goes_on_and_ends_the_same(kit, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WHIFLASH_HOME", str(tmp_path))
     given = profile(tmp_path / "profile.json", df=1.0, e3=1.0)
     asked = request(kit, latency_profile=given, output=tmp_path / "out" / "calibration.json")
@@ -150,8 +143,13 @@ def test_a_killed_recording_goes_on_and_ends_the_same(kit, tmp_path, monkeypatch
     (record,) = (tmp_path / "calibration").glob("record-*.jsonl")
     whole, found = record.read_bytes(), json.loads(path.read_text())
     lines = whole.splitlines(keepends=True)
+    record.write_bytes(b"".join(lines[:2]) + b'{"id": "p/2", "surprise": 1}\n')
+    with pytest.raises(WhiFlashError, match=r"record-.*\.jsonl, line 3 is damaged .*all after it, and run again"):
+        calibrate(asked)
     record.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    capsys.readouterr()
     calibrate(asked)
+    assert f"resuming {record}: 2 of 4 prompts recorded" in capsys.readouterr().err
     assert record.read_bytes() == whole
     assert json.loads(path.read_text())["routers"] == found["routers"]
 
@@ -208,6 +206,9 @@ def test_what_was_made_for_something_else_is_refused(kit, router, written, tmp_p
         ({"pairs": ("df-ddt",)}, "--eagle3 has no effect on df-ddt"),
         ({"latency_profile": Path("none.json")}, "cannot be read"),
         ({"router": "none"}, "none"),
+        ({"router": "entropy"}, "--router names a neural router's checkpoint"),
+        ({"output": Path("c.txt")}, "which ends in .json"),
+        ({"output": Path("/")}, "which ends in .json"),
     ],
 )
 def test_what_cannot_apply_is_refused(kit, given, sentence):

@@ -174,6 +174,8 @@ def test_a_template_that_refuses_is_quoted(model, monkeypatch):
     ("shape", "sentence"),
     [
         ({"tree_budget": 0}, "tree budget must be at least 1"),
+        ({"tree_budget": 5000}, "tree budget must be at most 4096"),
+        ({"eagle3_total_tokens": 5000}, "EAGLE-3 total of tokens must be at most 4096"),
         ({"block_size": 1}, "block size must be at least 2"),
         ({"block_size": 0}, "block size must be at least 2"),
         ({"eagle3_depth": 0}, "EAGLE-3 depth must be at least 1"),

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_training as setup
-from whiflash.drafters.load import checkpoint_hash, load_dflash
+from whiflash.drafters.load import load_dflash
 from whiflash.errors import WhiFlashError
-from whiflash.nn.weights import Weights, load_parts
+from whiflash.nn.weights import Weights, digest, load_parts
 from whiflash.training import dflash, eagle3
 from whiflash.training.dflash import DFlashTrainee, new_drafter
 from whiflash.training.eagle3 import Eagle3Trainee, new_head
@@ -79,11 +79,11 @@ def test_dflash_drafts_from_the_vocabulary_it_learned(target, tmp_path):
         model = load_dflash(tmp_path, target, packed=packed)
         assert model.config.draft_vocab_size == 200 and torch.equal(model.target_ids, ids)
         torch.testing.assert_close(model.logits(hidden), target.network.head(hidden)[:, ids], rtol=1e-5, atol=1e-5)
-    before = checkpoint_hash(tmp_path)
+    before = digest(tmp_path)
     (tmp_path / "draft_vocabulary.json").unlink()
     whole = load_dflash(tmp_path, target)
     assert whole.target_ids is None and torch.equal(whole.logits(hidden), target.network.head(hidden))
-    assert checkpoint_hash(tmp_path) != before
+    assert digest(tmp_path) != before
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "[2, 1]", "[-1, 3]", "[5, 10000]", '["a"]', "3"])

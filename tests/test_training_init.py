@@ -1,5 +1,6 @@
 """Training goes on from a checkpoint: with its weights and draft vocabulary, and from no other make."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -58,8 +59,14 @@ def test_it_learns_further_and_says_from_where(first, world, tmp_path):
     history = go_on(world, run, recipe(steps=12), init, tmp_path).history
     beginning = run(recipe(steps=12), *world[:3], tmp_path / "fresh", lambda line: None).history
     assert history[-1]["loss"] < beginning[-1]["loss"]
+    assert [row["step"] for row in history] == [0, 6, 12] and [row["step"] for row in beginning] == [6, 12]
+    assert history[0]["acceptance"] == _last(init)["acceptance"]
     card = (tmp_path / "last" / "README.md").read_text()
     assert f"went on from {init}" in card and card.count("# ") == card.count("## ") + 1
+
+
+def _last(checkpoint):
+    return json.loads((checkpoint.parent / "log.jsonl").read_text().splitlines()[-1])
 
 
 def test_another_make_is_refused(first, world, tmp_path):

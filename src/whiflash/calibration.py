@@ -1,18 +1,16 @@
 """What `whiflash calibrate` found best for a machine: a threshold, lengths of drafts, and where they are kept."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from whiflash.errors import WhiFlashError
 from whiflash.home import home
+from whiflash.target.target import Target
 
-FORMAT, VERSION = "whiflash-calibration", 2
+FORMAT, VERSION = "whiflash-calibration", 3
 AUTO, OVERALL = "auto", "overall"
 
 
@@ -29,8 +27,24 @@ def directory() -> Path:
     return home() / "calibration"
 
 
-def default_path(fingerprint: str, pair: str) -> Path:
-    return directory() / f"{fingerprint}-{pair}.json"
+@dataclass(frozen=True)
+class Setting:
+    """What a calibration holds for: another precision or kind of device has other latencies, and other weights."""
+
+    target: str
+    fingerprint: str
+    dtype: str
+    device: str
+    pair: str
+
+    @classmethod
+    def of(cls, target: Target, pair: str) -> "Setting":
+        dtype = str(target.dtype).removeprefix("torch.")
+        return cls(target.name, target.fingerprint(), dtype, target.device.type, pair)
+
+    @property
+    def default_path(self) -> Path:
+        return directory() / f"{self.fingerprint}-{self.dtype}-{self.device}-{self.pair}.json"
 
 
 def parse_threshold(text: str | None, flag: str = "--threshold") -> float | str | None:
@@ -43,48 +57,36 @@ def parse_threshold(text: str | None, flag: str = "--threshold") -> float | str 
         raise WhiFlashError(f"{flag} takes a number, auto, or the .json file of a calibration, got {text!r}") from error
 
 
-def identity(network: nn.Module) -> str:
-    """Tells one draft model or router from another by its norms and biases, which packing leaves as they are."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.named_parameters()):
-        if tensor.ndim == 1:
-            digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def read(
-    threshold: str,
-    target: tuple[str, str],
-    pair: str,
-    drafters: Mapping[str, str],
-    router: tuple[str, str | None],
-) -> Calibrated:
-    """What the calibration holds for a target (name, fingerprint), the identities of its drafters, and a router (kind,
-    identity). threshold: `auto` for the one in the cache, or a file.
+def read(threshold: str, setting: Setting, drafters: Mapping[str, str], router: tuple[str, str | None]) -> Calibrated:
+    """What the calibration holds for the identities of the drafters, and a router (kind, identity). threshold: `auto`
+    for the one in the cache, or a file.
 
     Raises where there is none, or it was made for something else.
     """
-    (name, fingerprint), (kind, network) = target, router
-    path = default_path(fingerprint, pair) if threshold == AUTO else Path(threshold)
-    again = f"`whiflash calibrate --target {name} --drafters {pair}` with the same models"
+    kind, network = router
+    path = setting.default_path if threshold == AUTO else Path(threshold)
+    again = f"`whiflash calibrate --target {setting.target} --drafters {setting.pair}` with the same models"
     if not path.is_file():
-        where = f"there is no calibration of {name} with {pair}" if threshold == AUTO else f"there is no file {path}"
+        run = f"{setting.target} with {setting.pair} in {setting.dtype} on {setting.device}"
+        where = f"there is no calibration of {run}" if threshold == AUTO else f"there is no file {path}"
         raise WhiFlashError(f"{where}; run {again}, or give a threshold as a number")
     found = _parse(path)
     for what, made, used in (
-        ("target", found.get("target_fingerprint"), fingerprint),
-        ("pair", found.get("pair"), pair),
-        *((f"{slot} checkpoint", found.get("drafters", {}).get(slot), own) for slot, own in drafters.items()),
+        ("target", found.get("target_fingerprint"), setting.fingerprint),
+        ("pair", found.get("pair"), setting.pair),
+        ("dtype", found.get("dtype"), setting.dtype),
+        ("device", found.get("device"), setting.device),
+        *((f"{slot} checkpoint", found["drafters"].get(slot), own) for slot, own in drafters.items()),
     ):
         if made != used:
             raise WhiFlashError(f"calibration {path} was made for another {what} ({made}, not {used}); run {again}")
-    routed = found.get("routers", {}).get(kind)
+    routed = found["routers"].get(kind)
     if routed is None or routed.get("identity") != network:
         other = "no" if routed is None else "another"
         raise WhiFlashError(f"calibration {path} was made with {other} {kind} router; run {again} and this router")
     try:
         best = routed["categories"][OVERALL]
-        lengths = {slot: int(n) for slot, n in best["lengths"].items()}
+        lengths = {slot: int(best["lengths"][slot]) for slot in setting.pair.split("-")}
         return Calibrated(float(best["threshold"]), lengths, None if best["p_min"] is None else float(best["p_min"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WhiFlashError(f"calibration {path} is damaged ({type(error).__name__}: {error}); run {again}") from error
@@ -97,4 +99,9 @@ def _parse(path: Path) -> dict[str, Any]:
         raise WhiFlashError(f"calibration {path} cannot be read ({error}); run `whiflash calibrate` again") from error
     if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):
         raise WhiFlashError(f"{path} is no calibration of this version; write one with `whiflash calibrate`")
+    drafters, routers = found.get("drafters"), found.get("routers")
+    if not (
+        isinstance(drafters, dict) and isinstance(routers, dict) and all(isinstance(r, dict) for r in routers.values())
+    ):
+        raise WhiFlashError(f"calibration {path} is damaged; run `whiflash calibrate` again")
     return found

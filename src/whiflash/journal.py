@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,25 @@ from filelock import FileLock, Timeout
 
 from whiflash.errors import WhiFlashError
 
+Check = Callable[[dict[str, Any]], object]
+# how many differing settings are told, and characters of one
+TOLD, LONGEST = 3, 120
+
 
 class Journal:
     """Rows of `path`, with the settings they were made with beside it in `<stem>.settings.json`.
 
-    Opening drops a last line that a kill cut short, and refuses a file made with other settings.
+    Opening drops a last line that a kill cut short, and refuses a file made with other settings. check, then: as in
+    `json_rows`.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any]):
+    def __init__(
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        check: Check | None = None,
+        then: str = "remove that line and run again",
+    ):
         self.path = Path(path)
         self.rows: list[dict[str, Any]] = []
         settings = json.loads(json.dumps(settings))
@@ -33,7 +44,7 @@ class Journal:
         else:
             write_atomic(beside, json.dumps(settings, indent=1) + "\n")
         if self.path.exists():
-            self._read()
+            self._read(check, then)
 
     def append(self, row: Mapping[str, Any]) -> None:
         line = json.dumps(row, ensure_ascii=False) + "\n"
@@ -47,34 +58,71 @@ class Journal:
             ) from error
         self.rows.append(dict(row))
 
-    def _read(self) -> None:
+    def _read(self, check: Check | None, then: str) -> None:
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             os.truncate(self.path, whole)
-        for number, line in enumerate(data[:whole].splitlines(), 1):
-            try:
-                self.rows.append(json.loads(line))
-            except ValueError as error:
-                raise WhiFlashError(
-                    f"{self.path}, line {number} is damaged ({error}); remove that line and run again"
-                ) from error
+        self.rows += [row for _, row in json_rows(self.path, data[:whole].split(b"\n"), then, check)]
+
+
+def json_rows(
+    path: Path, lines: Iterable[str | bytes], then: str, check: Check | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of the line, its object), blank lines left out.
+
+    lines: split at \\n only, since JSON may have other ends of lines (U+2028) within a text. check: raises an error for
+    a row that cannot be right. then: what to do about it.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError(f"expected an object, got {shown(row)}")
+            if check is not None:
+                check(row)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise WhiFlashError(f"{path}, line {number} is damaged ({reason}); {then}") from error
+        yield number, row
 
 
 def _compare(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    differing = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
+    differing = list(_differences(found, wanted))
     if differing:
-        told = "; ".join(f"{key} = {found.get(key)!r}, but this run has {wanted.get(key)!r}" for key in differing)
+        more = len(differing) - TOLD
+        told = "; ".join(differing[:TOLD]) + (f"; and {more} more" if more > 0 else "")
         raise WhiFlashError(
             f"{path} was made with {told}; choose another output file, or go on with the settings of that run"
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    for key in sorted({*found, *wanted}):
+        theirs, mine, name = found.get(key), wanted.get(key), f"{within}{key}"
+        if isinstance(theirs, dict) and isinstance(mine, dict):
+            yield from _differences(theirs, mine, f"{name}.")
+        elif theirs != mine:
+            yield f"{name} = {shown(theirs)}, but this run has {shown(mine)}"
+
+
+def shown(value: Any) -> str:
+    """A value of JSON in a sentence."""
+    text = "{…}" if isinstance(value, dict) and value else repr(value)
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]}…{text[-half:]}"
+
+
+def read_json(path: Path, then: str = "choose another output") -> dict[str, Any]:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise WhiFlashError(f"{path} is damaged ({error}); restore it, or choose another output") from error
+        found = json.loads(path.read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got {shown(found)}")
+        return found
+    except (ValueError, RecursionError) as error:
+        raise WhiFlashError(f"{path} is damaged ({error}); restore it, or {then}") from error
 
 
 def write_atomic(path: Path, text: str) -> None:

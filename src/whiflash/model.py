@@ -31,6 +31,8 @@ SINGLES = ("df", "ddt", "e3")
 ROUTERS = ("fixed", "entropy", "neural")
 # what is drafted where nothing else is asked for: nodes besides the root, levels
 TREE_BUDGET, EAGLE3_DEPTH = 16, 5
+# more nodes than any draft is worth, and than a mask of all pairs of them should hold
+MOST_NODES = 4096
 ASSETS = Path(__file__).parent / "assets" / embedded.NAME
 
 
@@ -52,6 +54,9 @@ class Drafting:
     p_min: float | None = None
 
     def __post_init__(self) -> None:
+        for name, nodes in (("tree budget", self.tree_budget), ("EAGLE-3 total of tokens", self.eagle3_total_tokens)):
+            if nodes is not None and nodes > MOST_NODES:
+                raise WhiFlashError(f"the {name} must be at most {MOST_NODES}, got {nodes}")
         for name, value, least in (
             ("tree budget", self.tree_budget, 1),
             ("block size", self.block_size, 2),
@@ -287,8 +292,8 @@ def _shipped(name: str, argument: str, target: Target) -> Path:
     """What the package ships for the embedded target."""
     if target.name != embedded.NAME:
         raise WhiFlashError(
-            f"no {argument} checkpoint ships for {target.name}; give one ({argument}=… or --{argument}), "
-            "train one (`whiflash train`), or decode plainly with drafters none"
+            f"no {argument} checkpoint ships for {target.name}; name one (a hub id or a directory), train one "
+            "(`whiflash train`), or decode plainly with drafters none"
         )
     if not (ASSETS / name).is_dir():
         raise WhiFlashError(f"this build ships no {argument} for {target.name}; give one with {argument}=…")
@@ -337,13 +342,12 @@ def _calibrated(
     """Threshold and shapes of a calibration; shapes that were asked for stay."""
     names = tuple(models)
     chosen = _router(router, names, None, 0, flip, target, drafting)
-    network = chosen.network if isinstance(chosen, NeuralRouter) else None
+    assert chosen is not None
     found = calibration.read(
         source,
-        (target.name, target.fingerprint()),
-        "-".join(names),
-        {name: calibration.identity(model) for name, model in models.items()},
-        ("entropy" if network is None else "neural", None if network is None else calibration.identity(network)),
+        calibration.Setting.of(target, "-".join(names)),
+        {name: model.identity for name, model in models.items()},
+        (chosen.name, getattr(chosen, "identity", None)),
     )
     shapes: dict[str, Any] = {}
     if "df" in names and drafting.block_rows is None and drafting.block_size is None:

@@ -44,6 +44,8 @@ class DFlash(nn.Module):
 
     layers: list[Layer]  # nn.ModuleList, which forgets what it holds
     target_ids: Tensor | None
+    # tells this checkpoint from others (`nn.weights.digest`)
+    identity: str = ""
     mask_embedding: Tensor | None
 
     def __init__(self, config: DFlashConfig):

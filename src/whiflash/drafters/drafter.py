@@ -18,6 +18,7 @@ class DraftModel(Protocol):
     """The weights behind one or several drafters; `taps` are the boundary ids of the features it reads."""
 
     target_ids: Tensor | None
+    identity: str
 
     @property
     def config(self) -> Any: ...

@@ -82,6 +82,8 @@ class Eagle3(nn.Module):
 
     extra: list[Layer]  # nn.ModuleList, which forgets what it holds
     target_ids: Tensor | None
+    # tells this checkpoint from others (`nn.weights.digest`)
+    identity: str = ""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()

@@ -1,7 +1,6 @@
 """From a checkpoint's name to a draft model bound to its target."""
 
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from whiflash.drafters.dflash import DFlash, DFlashConfig
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.nn.fused import pack
-from whiflash.nn.weights import Part, Weights, load_parts, read_config, read_torch, resolve
+from whiflash.nn.weights import MASK_EMBEDDING, Part, Weights, digest, load_parts, read_config, read_torch, resolve
 from whiflash.target.target import Target
 
 # buffers that some exporters write and nobody needs
@@ -52,6 +51,7 @@ def load_eagle3(
     load_parts(parts, weights, target.dtype, target.device)
     _bind_vocabulary(name, model, weights, target)
     weights.finish(IGNORED)
+    model.identity = digest(Path(weights.path))
     model.target_embed = target.network.embed
     if packed:
         model.layer.attention.split_kv()
@@ -87,6 +87,7 @@ def load_dflash(
     load_parts(model.parts(), weights, target.dtype, target.device)
     _bind_vocabulary(name, model, weights, target)
     weights.finish((*IGNORED, "t2d", "verifier_lm_head.weight", "verifier_norm.weight"))
+    model.identity = digest(Path(weights.path))
     table = config.vocab_size if config.own_embedding else target.vocab_size
     if config.mask_token_id >= table:
         mask = _mask_embedding(Path(weights.path), config, table)
@@ -100,16 +101,6 @@ def load_dflash(
             layer.attention.split_kv()
         pack(model)
     return model.eval().requires_grad_(False)
-
-
-def checkpoint_hash(path: str | Path) -> str:
-    """What tells one drafter from another: a hash of everything that it drafts with."""
-    path = resolve(path, "drafter")
-    digest = sha256()
-    patterns = ("*.safetensors", layouts.DRAFT_VOCABULARY)
-    for file in [f for p in patterns for f in sorted(path.glob(p))] if path.is_dir() else [path]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _open(name: str | Path, expected: str) -> tuple[Weights, dict]:
@@ -171,7 +162,7 @@ def _legacy_norm(part: Part, weights: Weights) -> Part:
 
 
 def _mask_embedding(path: Path, config: DFlashConfig, table: int) -> torch.Tensor:
-    file = (path if path.is_dir() else path.parent) / "mask_embedding.pt"
+    file = (path if path.is_dir() else path.parent) / MASK_EMBEDDING
     if not file.is_file():
         raise WhiFlashError(
             f"mask token {config.mask_token_id} of {path} lies outside the embedding table of {table} rows, and there "

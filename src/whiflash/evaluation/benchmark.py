@@ -13,6 +13,7 @@ from whiflash.evaluation.methods import BASELINE, Method, mode
 from whiflash.evaluation.ranks import Ranks
 from whiflash.evaluation.results import Results, columns
 from whiflash.model import WhiFlash
+from whiflash.routers.neural import NeuralRouter
 from whiflash.target.target import Target
 
 WARM_UP = "Say hello and count to ten."
@@ -37,7 +38,7 @@ class Protocol:
 def settings(
     protocol: Protocol,
     prompts: Sequence[Prompt],
-    methods: Sequence[Method],
+    models: Mapping[Method, WhiFlash],
     target: Target,
     sources: Mapping[str, str | None],
     machine: Mapping[str, Any],
@@ -50,9 +51,11 @@ def settings(
         **asdict(protocol),
         "datasets": counts,
         "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
-        "methods": {m.name: asdict(m) for m in methods},
+        "methods": {m.name: asdict(m) for m in models},
         "target": f"{target.name} ({target.fingerprint()})",
         **sources,
+        "drafters": {d.name: d.model.identity for model in models.values() for d in model.drafters},
+        "routers": {m.name: r.identity for m, model in models.items() if isinstance(r := model.router, NeuralRouter)},
         "dtype": str(target.dtype).removeprefix("torch."),
         "processes": processes,
         **{name: machine[name] for name in ("device", "cpu", "gpu", "threads", "torch", "whiflash") if name in machine},

@@ -22,6 +22,7 @@ from whiflash.evaluation.datasets import Prompt, load_prompts
 from whiflash.evaluation.latency import Profile
 from whiflash.evaluation.machine import facts
 from whiflash.evaluation.methods import Method, Sources
+from whiflash.evaluation.positions import check_text
 from whiflash.evaluation.progress import eta_bar
 from whiflash.evaluation.record import P_MINS, Text, record_all
 from whiflash.evaluation.search import search
@@ -81,7 +82,7 @@ class Bench:
         return {name: self.build(name, max(lengths)) for name, lengths in self.lengths.items()}
 
     def identities(self, names: Sequence[str]) -> dict[str, str]:
-        return {name: calibration.identity(self.networks[name]) for name in names}
+        return {name: self.networks[name].identity for name in names}
 
 
 def calibrate(request: Request) -> list[Path]:
@@ -101,7 +102,11 @@ def calibrate(request: Request) -> list[Path]:
     stem = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     file = calibration.directory() / f"record-{stem}.jsonl"
     with exclusive(file.with_suffix(".lock")), eta_bar() as report:
-        journal = Journal(file, settings)
+        # rows are told apart by their place, so none may be taken out alone
+        journal = Journal(file, settings, check_text, "remove that line and all after it, and run again")
+        if journal.rows:
+            told = f"resuming {file}: {len(journal.rows)} of {len(prompts)} prompts recorded"
+            log.print(told, markup=False, soft_wrap=True)
         texts = record_all(
             prompts, bench.model, bench.longest(), bench.routers, journal, request.max_new_tokens, report
         )
@@ -118,7 +123,7 @@ def calibrate(request: Request) -> list[Path]:
     for pair in request.pairs:
         found = _calibrate_pair(pair, replayed, texts, profile)
         found["made_of"] = {**settings, "machine": machine, "record": str(file)}
-        path = request.output or calibration.default_path(target.fingerprint(), pair)
+        path = request.output or calibration.Setting.of(target, pair).default_path
         write_atomic(path, json.dumps(found, indent=1) + "\n")
         console.print(tables.calibration_table(found))
         if all(_best_speed(routed) < found["plain_tokens_per_second"] for routed in found["routers"].values()):
@@ -137,6 +142,9 @@ def _check(request: Request) -> None:
     for option, value in (("--router", request.router), ("--output", request.output)):
         if value is not None and len(request.pairs) > 1:
             raise WhiFlashError(f"{option} belongs to one pair, but --drafters names {', '.join(request.pairs)}")
+    methods.check_router_path("--router", request.router)
+    if request.output is not None and (request.output.suffix != ".json" or request.output.is_dir()):
+        raise WhiFlashError(f"--output names the file of a calibration, which ends in .json; got {request.output}")
     if request.eagle3 is not None and not any("e3" in pair for pair in request.pairs):
         raise WhiFlashError(f"--eagle3 has no effect on {', '.join(request.pairs)}; leave it out")
 
@@ -178,7 +186,6 @@ def _as_profiled(bench: Bench, profile: Profile) -> Bench:
 
 def _settings(request: Request, bench: Bench, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What a record is made of; the same ones go on with it, or use it again."""
-    routers = {name: getattr(router, "network", None) for name, router in bench.routers.items()}
     texts = json.dumps([[p.id, p.turns[0]] for p in prompts])
     return {
         "kind": "calibration record",
@@ -188,29 +195,30 @@ def _settings(request: Request, bench: Bench, prompts: Sequence[Prompt]) -> dict
         "drafters": bench.identities(list(bench.networks)),
         "p_mins": list(P_MINS),
         "longest": {name: max(lengths) for name, lengths in bench.lengths.items()},
-        "routers": {name: None if net is None else calibration.identity(net) for name, net in routers.items()},
+        "routers": {name: getattr(router, "identity", None) for name, router in bench.routers.items()},
         "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
         "max_new_tokens": request.max_new_tokens,
     }
 
 
 def _calibrate_pair(pair: str, bench: Bench, texts: Sequence[Text], profile: Profile) -> dict[str, Any]:
-    names = pair.split("-")
+    names, setting = pair.split("-"), calibration.Setting.of(bench.target, pair)
     routers: dict[str, Any] = {}
     for kind, recorded in (("entropy", "entropy"), ("neural", f"neural {pair}")):
         if recorded not in bench.routers:
             continue
-        network = getattr(bench.routers[recorded], "network", None)
         lengths = _open_lengths(bench.lengths, kind)
         routers[kind] = {
-            "identity": None if network is None else calibration.identity(network),
+            "identity": getattr(bench.routers[recorded], "identity", None),
             **search(texts, names, recorded, lengths, profile),
         }
     return {
         "format": calibration.FORMAT,
         "version": calibration.VERSION,
-        "target": bench.target.name,
-        "target_fingerprint": bench.target.fingerprint(),
+        "target": setting.target,
+        "target_fingerprint": setting.fingerprint,
+        "dtype": setting.dtype,
+        "device": setting.device,
         "pair": pair,
         "drafters": bench.identities(names),
         "texts": len(texts),

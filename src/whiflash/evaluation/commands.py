@@ -168,6 +168,7 @@ def sweep(
     draft_name_or_path: Annotated[str | None, _option("DFlash draft.", METHODS, "--draft-name-or-path")] = None,
     whiflash_eagle_draft: EagleDraft = None,
     whiflash_drafters: Pairs = ["df-e3", "ddt-e3", "df-ddt"],  # noqa: B006
+    whiflash_neural_router_path: RouterPath = None,
     whiflash_neural_router_threshold: NeuralThreshold = None,
     whiflash_entropy_threshold: EntropyThreshold = None,
     ddtree_tree_budget: Budget = ["32", "128"],  # noqa: B006
@@ -190,8 +191,8 @@ def sweep(
     from whiflash.evaluation.methods import ALGORITHMS, ROUTERS, Flags
 
     flags = Flags(
-        ALGORITHMS, draft_name_or_path, whiflash_eagle_draft, _split(whiflash_drafters), ROUTERS, None,
-        *_thresholds(whiflash_neural_router_threshold, whiflash_entropy_threshold),
+        ALGORITHMS, draft_name_or_path, whiflash_eagle_draft, _split(whiflash_drafters), ROUTERS,
+        whiflash_neural_router_path, *_thresholds(whiflash_neural_router_threshold, whiflash_entropy_threshold),
         _numbers(ddtree_tree_budget, "--ddtree-tree-budget"), p_min=draft_p_min,
     )  # fmt: skip
     _measure(

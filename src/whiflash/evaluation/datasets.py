@@ -14,9 +14,12 @@ from typing import Any
 from whiflash.errors import WhiFlashError
 from whiflash.evaluation import formats
 from whiflash.evaluation.formats import Row, Turns
+from whiflash.journal import json_rows, shown
 
 CATEGORIES = ("chat", "math", "coding", "agentic")
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
+# where a row is, for a message, and the row
+Placed = tuple[str, Any]
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet")
 # Rows looked at in sets too big to download: enough to draw a sample from.
 STREAMED = 1000
@@ -187,27 +190,38 @@ def _load(name: str, directory: Path | None) -> Iterator[Prompt]:
         yield from _prompts(name, rows, spec)
 
 
-def _prompts(name: str, rows: Iterable[Row], spec: Spec | None) -> Iterator[Prompt]:
-    for index, row in enumerate(rows):
+def _prompts(name: str, rows: Iterable[Placed], spec: Spec | None) -> Iterator[Prompt]:
+    for index, (place, row) in enumerate(rows):
         try:
-            turns = list(row["turns"]) if "turns" in row else spec.turns(row) if spec else None
+            turns = _turns(row, spec)
             category = spec.category if spec else row["category"]
-        except (KeyError, TypeError, ValueError) as error:
+            if category not in CATEGORIES:
+                raise ValueError(f"its category is {shown(category)}")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"it has no {error}, only {', '.join(row)}" if isinstance(error, KeyError) else error
+            expected = f"the format of {spec.source}, or" if spec else f"a category of {', '.join(CATEGORIES)} and"
             raise WhiFlashError(
-                f"row {index} of data set {name} is not in its published format ({type(error).__name__}: {error}); "
-                f"its keys are {', '.join(row)}"
+                f"{place} is no prompt of data set {name} ({reason}); expected {expected} turns, a list of texts"
             ) from error
-        if spec is None and (category not in CATEGORIES or not turns):
-            raise WhiFlashError(
-                f"row {index} of {name} needs turns and a category of {', '.join(CATEGORIES)}; it has {category!r}"
-            )
-        if turns and all(isinstance(t, str) and t.strip() for t in turns):
-            yield Prompt(
-                str(row.get("id") or f"{name}/{index}") if "turns" in row else f"{name}/{index}",
-                name,
-                category,
-                tuple(turns),
-            )
+        if turns:
+            own = row.get("id") if "turns" in row else None
+            yield Prompt(str(own or f"{name}/{index}"), name, category, turns)
+
+
+def _turns(row: Any, spec: Spec | None) -> tuple[str, ...]:
+    """Nothing for a published row that its format leaves out, or that holds no text."""
+    if not isinstance(row, dict):
+        raise TypeError(f"it is no object: {shown(row)}")
+    published = None if spec is None or "turns" in row else spec.turns
+    turns = published(row) if published else row["turns"]
+    if published and turns is None:
+        return ()
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise TypeError(f"its turns are no list of texts: {shown(turns)}")
+    blank = not turns or not all(map(str.strip, turns))
+    if blank and not published:
+        raise ValueError(f"its turns are empty: {shown(turns)}")
+    return () if blank else tuple(turns)
 
 
 def _find(name: str, spec: Spec, directory: Path) -> list[Path]:
@@ -219,54 +233,67 @@ def _find(name: str, spec: Spec, directory: Path) -> list[Path]:
     return []
 
 
-def _read(file: Path) -> Iterator[Row]:
+def _read(file: Path) -> Iterator[Placed]:
     try:
         if file.name.endswith((".jsonl", ".jsonl.gz")):
             with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
-                for line in lines:
-                    if line.strip():
-                        yield json.loads(line)
+                yield from _lines(file, lines)
         elif file.suffix == ".json":
             yield from _rows_of_json(file)
         elif file.suffix == ".parquet":
             yield from _parquet(file)
         else:
             yield from _tasks(file)
-    except (OSError, ValueError, EOFError) as error:
-        if isinstance(error, WhiFlashError):
-            raise
-        raise WhiFlashError(f"{file} cannot be read as a data set ({error})") from error
+    except WhiFlashError:
+        raise
+    except Exception as error:  # json, gzip, zlib, pyarrow and ast raise their own
+        raise WhiFlashError(
+            f"{file} cannot be read as a data set ({type(error).__name__}: {error}); restore it, or take it away"
+        ) from error
 
 
-def _rows_of_json(file: Path) -> Iterator[Row]:
+def _lines(file: Path, lines: Iterable[str]) -> Iterator[Placed]:
+    for number, row in json_rows(file, lines, "expected a JSON object with the row of a data set in every line"):
+        yield f"{file}, line {number}", row
+
+
+def _numbered(file: Path, rows: Iterable[Any]) -> Iterator[Placed]:
+    for number, row in enumerate(rows, 1):
+        yield f"{file}, row {number}", row
+
+
+def _rows_of_json(file: Path) -> Iterator[Placed]:
     """A list of rows, or (in files named .json that hold one) one row a line."""
     text = file.read_text("utf-8")
     try:
         rows = json.loads(text)
     except ValueError:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    yield from rows if isinstance(rows, list) else [rows]
+        if text.lstrip().startswith("["):
+            raise
+        yield from _lines(file, text.split("\n"))
+    else:
+        yield from _numbered(file, rows if isinstance(rows, list) else [rows])
 
 
-def _parquet(file: Path) -> Iterator[Row]:
+def _parquet(file: Path) -> Iterator[Placed]:
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise WhiFlashError(f"reading {file.name} needs pyarrow: pip install 'whiflash[bench]'") from error
-    for batch in ParquetFile(file).iter_batches():
-        yield from batch.to_pylist()
+    batches = ParquetFile(file).iter_batches()
+    yield from _numbered(file, chain.from_iterable(batch.to_pylist() for batch in batches))
 
 
-def _tasks(file: Path) -> Iterator[Row]:
+def _tasks(file: Path) -> Iterator[Placed]:
     """tau-bench states its tasks as Python: the instruction of every `Task(…)`, with the policy that lies beside it."""
     wiki = (file.parent / "wiki.md").read_text("utf-8")
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Task":
             fields = {k.arg: k.value for k in node.keywords}
-            yield {"wiki": wiki, "instruction": ast.literal_eval(fields["instruction"])}
+            yield f"{file}, line {node.lineno}", {"wiki": wiki, "instruction": ast.literal_eval(fields["instruction"])}
 
 
-def _from_hub(name: str, spec: Spec, directory: Path | None) -> Iterator[Row]:
+def _from_hub(name: str, spec: Spec, directory: Path | None) -> Iterator[Placed]:
     where = f"{directory}/{name}/" if directory else f"DIR/{name}/ and give --dataset-dir DIR"
     put = f"put {spec.source} into {where}"
     if spec.hub is None:
@@ -282,7 +309,8 @@ def _from_hub(name: str, spec: Spec, directory: Path | None) -> Iterator[Row]:
         options["data_files"] = hub.files
     try:
         rows: Any = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=hub.streaming, **options)
-        yield from islice(rows, STREAMED) if hub.streaming else rows
+        for number, row in enumerate(islice(rows, STREAMED) if hub.streaming else rows, 1):
+            yield f"row {number} of {hub.path}", row
     except Exception as error:  # the library raises its own, the hub's, the network's and the file system's errors
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise WhiFlashError(f"data set {name} could not be loaded from the hub ({reason}); offline, {put}") from error

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from whiflash.journal import shown
+
 Row = Mapping[str, Any]
 Turns = list[str] | None
 
@@ -16,22 +18,29 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 AGENTBENCH_OS = Path(__file__).parents[1] / "assets" / "prompts" / "agentbench-os.txt"
 
 
+def _text(row: Row, key: str) -> str:
+    if not isinstance(row[key], str):
+        raise TypeError(f"its {key} is no text: {shown(row[key])}")
+    return row[key]
+
+
 def mathematics(row: Row) -> Turns:
-    return [(row["question"] if "question" in row else row["problem"]) + BOXED]
+    return [_text(row, "question" if "question" in row else "problem") + BOXED]
 
 
 def mt_bench(row: Row) -> Turns:
-    return list(row["prompt"])
+    return row["prompt"]
 
 
 def alpaca(row: Row) -> Turns:
-    return [f"{row['instruction']}\n\nInput:\n{row['input']}" if row.get("input") else row["instruction"]]
+    instruction = _text(row, "instruction")
+    return [f"{instruction}\n\nInput:\n{_text(row, 'input')}" if row.get("input") else instruction]
 
 
 def ultrachat(row: Row) -> Turns:
     """The original lists the turns of user and assistant in alternation under `data`, the 200k edition messages."""
     if "data" in row:
-        return list(row["data"][::2])
+        return row["data"][::2]
     return _said_by("user", row["messages"], "role", "content")
 
 
@@ -43,7 +52,7 @@ def wildchat(row: Row) -> Turns:
 
 
 def humaneval(row: Row) -> Turns:
-    problem = row["prompt"]
+    problem = _text(row, "prompt")
     return [
         f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{problem}\n```"
     ]
@@ -51,33 +60,33 @@ def humaneval(row: Row) -> Turns:
 
 def mbpp(row: Row) -> Turns:
     """The test problems, ids 11 to 510; the full edition calls its text `text`."""
-    return [row.get("prompt") or row["text"]] if 11 <= int(row["task_id"]) <= 510 else None
+    return [_text(row, "prompt" if row.get("prompt") else "text")] if 11 <= int(row["task_id"]) <= 510 else None
 
 
 def livecodebench(row: Row) -> Turns:
     if row.get("starter_code"):
-        form, code = "Use the following code structure:", row["starter_code"]
+        form, code = "Use the following code structure:", _text(row, "starter_code")
     else:
         form, code = "Write your code in the following format:", "# YOUR CODE HERE"
     return [
         "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
         "correct Python program that matches the specification and passes all tests. You will NOT return anything "
-        f"except for the program\n\n### Question:\n{row['question_content']}\n\n### Format: {form}\n"
+        f"except for the program\n\n### Question:\n{_text(row, 'question_content')}\n\n### Format: {form}\n"
         f"```python\n{code}\n```\n\n### Answer: (use the provided format with backticks)"
     ]
 
 
 def swe_bench(row: Row) -> Turns:
-    return [f"Problem Statement:\n{row['problem_statement']}\nPlease fix the issue described above."]
+    return [f"Problem Statement:\n{_text(row, 'problem_statement')}\nPlease fix the issue described above."]
 
 
 def tau_bench(row: Row) -> Turns:
     """The domain's policy, then what the simulated user is told; both come from the environment's files."""
-    return [f"{row['wiki'].strip()}\n\nUser:\n{row['instruction']}"]
+    return [f"{_text(row, 'wiki').strip()}\n\nUser:\n{_text(row, 'instruction')}"]
 
 
 def agentbench(row: Row) -> Turns:
-    return [AGENTBENCH_OS.read_text("utf-8") + row["description"]]
+    return [AGENTBENCH_OS.read_text("utf-8") + _text(row, "description")]
 
 
 def agentinstruct(row: Row) -> Turns:

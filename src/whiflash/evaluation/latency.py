@@ -1,6 +1,7 @@
 """What a round costs on this machine: seconds per phase for every drafter and length of draft, measured or given."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from whiflash.decoding.session import PHASES, Session
 from whiflash.drafters.drafter import Drafter
 from whiflash.errors import WhiFlashError
 from whiflash.evaluation.benchmark import Progress
+from whiflash.journal import shown
 from whiflash.routers.router import Router
 from whiflash.target.target import Target
 
@@ -23,6 +25,9 @@ ROUNDS, WARM_UP = 20, 2
 STEPWISE = ("e3",)
 # rows caught up at once, to tell what a row costs from what a catch-up costs
 ROWS = 64
+LENGTH = re.compile(r"[1-9][0-9]{0,5}")
+# nothing here takes a day, and figures must not overflow
+MOST_SECONDS, MOST_BEHIND = 86_400, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -69,34 +74,70 @@ class Profile:
     def read(cls, path: Path) -> "Profile":
         """A profile as JSON, or the calibration that holds one."""
         try:
-            found = json.loads(path.read_text("utf-8"))
-            found = found.get("profile", found)
-            profile = cls(
-                dict(found.get("machine", {})),
-                _phases(found["plain"]),
-                {name: {int(n): _phases(p) for n, p in rows.items()} for name, rows in found["rounds"].items()},
-                {name: CatchUp(**row) for name, row in found["catch_up"].items()},
+            found = _object(json.loads(path.read_text("utf-8")), "what it holds")
+            found = _object(found.get("profile", found), "profile")
+            rounds, catch_up = (_object(found.get(key), key) for key in ("rounds", "catch_up"))
+            return cls(
+                _object(found.get("machine", {}), "machine"),
+                _phases(found.get("plain"), "plain"),
+                {name: _rounds(given, f"rounds.{name}") for name, given in rounds.items()},
+                {name: _caught_up(given, f"catch_up.{name}") for name, given in catch_up.items()},
             )
-            numbers = [*profile.plain.values(), *(v for c in profile.catch_up.values() for v in (c.fixed, c.row))]
-            numbers += [s for rows in profile.rounds.values() for p in rows.values() for s in p.values()]
-            empty = not all(sum(p.values()) > 0 for rows in profile.rounds.values() for p in rows.values())
-            if empty or not all(isinstance(s, int | float) and 0 <= s < float("inf") for s in numbers):
-                raise ValueError("times must be numbers of at least 0 seconds, and a round must take some")
-            return profile
         except OSError as error:
             raise WhiFlashError(f"the latency profile {path} cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             raise WhiFlashError(
-                f"{path} is no latency profile ({type(error).__name__}: {error}); expected what `whiflash calibrate` "
-                "writes: plain, rounds (drafter, length, phase) and catch_up, in seconds"
+                f"{path} is no latency profile ({error}); expected what `whiflash calibrate` writes: plain, rounds "
+                "(drafter, length, phase) and catch_up, in seconds"
             ) from error
 
 
-def _phases(given: Mapping[str, float]) -> dict[str, float]:
-    unknown = set(given) - set(PHASES)
+def _object(given: Any, key: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{key} must be an object, {_got(given)}")
+    return given
+
+
+def _seconds(given: Any, key: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= MOST_SECONDS:
+        raise ValueError(f"{key} must be a number of at least 0 seconds, {_got(given)}")
+    return given
+
+
+def _got(given: Any) -> str:
+    return "but is missing" if given is None else f"got {shown(given)}"
+
+
+def _phases(given: Any, key: str) -> dict[str, float]:
+    phases = {name: _seconds(value, f"{key}.{name}") for name, value in _object(given, key).items()}
+    unknown = [name for name in phases if name not in PHASES]
     if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))} is no phase of {', '.join(PHASES)}")
-    return dict(given)
+        raise ValueError(f"{key}.{unknown[0]} is no phase of {', '.join(PHASES)}")
+    if not sum(phases.values()) > 0:
+        raise ValueError(f"{key} must take more than 0 seconds")
+    return phases
+
+
+def _rounds(given: Any, key: str) -> dict[int, dict[str, float]]:
+    rounds = {}
+    for length, phases in _object(given, key).items():
+        if not LENGTH.fullmatch(length):
+            raise ValueError(f"{key}.{length} must be a length of a draft, a whole number of at least 1")
+        rounds[int(length)] = _phases(phases, f"{key}.{length}")
+    if not rounds:
+        raise ValueError(f"{key} must have a round")
+    return rounds
+
+
+def _caught_up(given: Any, key: str) -> CatchUp:
+    rest = dict(_object(given, key))
+    fixed, row = (_seconds(rest.pop(name, None), f"{key}.{name}") for name in ("fixed", "row"))
+    behind = rest.pop("behind", 0)
+    if isinstance(behind, bool) or not isinstance(behind, int) or not 0 <= behind <= MOST_BEHIND:
+        raise ValueError(f"{key}.behind must be a whole number of at least 0 rows, {_got(behind)}")
+    if rest:
+        raise ValueError(f"{key}.{next(iter(rest))} is none of fixed, row and behind")
+    return CatchUp(fixed, row, behind)
 
 
 def measure(

@@ -49,7 +49,7 @@ class Request:
 
 def measure(request: Request) -> Path:
     """Run, or go on with, a benchmark; prints tables on rank 0 and returns the directory of results."""
-    Sampling(temperature=request.protocol.temperature)
+    Sampling(temperature=request.protocol.temperature, seed=request.protocol.seed)
     if request.protocol.max_new_tokens < 1:
         raise WhiFlashError(f"--max-new-tokens must be at least 1, got {request.protocol.max_new_tokens}")
     plan, sources = methods.plan(request.flags)
@@ -65,7 +65,7 @@ def measure(request: Request) -> Path:
         for name, reason in missing.items():
             say(f"{name} is left out: {reason}")
         settings = benchmark.settings(
-            request.protocol, prompts, list(models), target, vars(sources), machine, place.count
+            request.protocol, prompts, models, target, vars(sources), machine, place.count
         ) | {"phase_times": request.phase_times}
         # a calibration may be made anew before a run goes on
         settings |= {
@@ -158,6 +158,10 @@ def _unused(drafters: str, found: dict[str, Any]) -> str:
 
 
 def _check_drafted(rows: list[dict[str, Any]]) -> None:
+    if not any(row["turns"] for row in rows):
+        raise WhiFlashError(
+            f"nothing was measured: {rows[0]['left_out']}; ask for fewer new tokens, or choose other prompts"
+        )
     idle = never_drafted(rows, BASELINE)
     if idle:
         raise WhiFlashError(

@@ -11,6 +11,7 @@ from whiflash.drafters.drafter import Drafter
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.model import PAIRS, TREE_BUDGET, Drafting, WhiFlash
+from whiflash.routers.router import check_threshold
 from whiflash.target.target import Target
 
 ALGORITHMS = ("NONE", "EAGLE3", "DFLASH", "DDTREE", "WHIFLASH")
@@ -81,6 +82,8 @@ def _upper(flags: Flags) -> Flags:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise WhiFlashError(f"{flag} {unknown[0]!r} is not known; expected one of {', '.join(known)}")
+    if not names:
+        raise WhiFlashError(f"--speculative-algorithm is empty; expected one or more of {', '.join(ALGORITHMS)}")
     return Flags(**{**vars(flags), "algorithms": names})
 
 
@@ -117,11 +120,21 @@ def _refuse(flags: Flags) -> None:
         raise WhiFlashError(
             "with EAGLE3 alone, --draft-name-or-path and --whiflash-eagle-draft both name its draft; give one of them"
         )
+    check_router_path("--whiflash-neural-router-path", flags.router_path)
+    for threshold, least in ((flags.neural_threshold, None), (flags.entropy_threshold, 0.0)):
+        if isinstance(threshold, float):
+            check_threshold(threshold, least)
     if flags.router_path is not None and len(_pairs(flags)) > 1:
         raise WhiFlashError(
             f"--whiflash-neural-router-path is one router, trained for one pair, but --whiflash-drafters names "
             f"{', '.join(_pairs(flags))}; give one pair"
         )
+
+
+def check_router_path(flag: str, path: str | None) -> None:
+    """Refuse the name of a kind of router where a checkpoint is meant."""
+    if path in (*ROUTERS, "fixed"):
+        raise WhiFlashError(f"{flag} names a neural router's checkpoint (hub id, directory or file), got {path!r}")
 
 
 def _pairs(flags: Flags) -> tuple[str, ...]:

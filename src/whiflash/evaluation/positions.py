@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from whiflash.evaluation.methods import BASELINE
 from whiflash.evaluation.record import P_MINS, Text
 from whiflash.evaluation.replay import above, committed
 from whiflash.evaluation.runs import Routed, Run, Shape
+from whiflash.journal import json_rows, read_json
 
 Known = dict[Shape, dict[tuple[str, int, int], int]]
 
@@ -57,33 +59,53 @@ def read_record(path: Path) -> Record:
                 f"{path} does not name a record; give a file that `whiflash calibrate` wrote, or its record-….jsonl"
             ) from error
     beside = file.with_name(f"{file.stem}.settings.json")
+    again = "run `whiflash calibrate` again"
     try:
-        settings = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
-        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-        texts = [Text(**row) for row in rows if "left_out" not in row]
-        if not all(len(paths) == text.roots for text in texts for paths in text.paths.values()):
-            raise ValueError("its scores and paths are of different lengths")
+        settings = read_json(beside, again) if beside.is_file() else {}
+        lines = file.read_bytes().split(b"\n")
     except OSError as error:
-        raise WhiFlashError(
-            f"the record {file} cannot be read ({error.strerror}); run `whiflash calibrate` again"
-        ) from error
-    except (ValueError, TypeError, AttributeError, StopIteration) as error:
-        raise WhiFlashError(
-            f"{file} is no record of `whiflash calibrate` ({type(error).__name__}: {error}); give its calibration "
-            "(.json), or its record-….jsonl"
-        ) from error
+        raise WhiFlashError(f"the record {file} cannot be read ({error.strerror}); {again}") from error
+    then = f"give a calibration (.json) or its record-….jsonl; if it is one, remove it and {again}"
+    rows = [row for _, row in json_rows(file, lines, then, check_text)]
+    texts = [Text(**row) for row in rows if "left_out" not in row]
     if not texts:
         raise WhiFlashError(f"the record {file} holds no answer; run `whiflash calibrate` with other prompts")
     return Record(file, texts, settings, profile)
 
 
+def check_text(row: Mapping[str, Any]) -> None:
+    """Raises for what is no row of a record."""
+    if "left_out" in row:
+        return
+    other = row.keys() ^ {field.name for field in fields(Text)}
+    if other:
+        raise ValueError(f"{', '.join(sorted(other))} is missing or unknown")
+    text = Text(**row)
+    nested = [*text.paths.values(), *text.likely.values()]
+    tables: list[Any] = [*text.scores.values(), *nested]
+    if not isinstance(text.id, str) or not isinstance(text.category, str) or len(set(map(len, tables))) != 1:
+        raise ValueError("its scores, paths and likely must be of the same length, its id and category texts")
+    numbers = chain([text.prompt], *text.scores.values(), *chain(*nested))
+    if not text.scores or not all(isinstance(n, int | float) for n in numbers):
+        raise ValueError("its prompt, scores, paths and likely must be numbers")
+
+
 def check_fits(record: Record, run: Run) -> None:
-    name, fingerprint = run.target
-    made = record.settings.get("target", fingerprint)
-    if made != fingerprint:
+    """Refuse a record of other models than the run's, or a run that sampled: a record holds greedy answers."""
+    (name, fingerprint), settings = run.target, run.summary["settings"]
+    made, used = record.settings, {"target": fingerprint, "dtype": settings.get("dtype")}
+    differing = [key for key, value in used.items() if made.get(key, value) != value]
+    drafters = settings.get("drafters", {})
+    differing += [f"{slot} drafter" for slot, own in made.get("drafters", {}).items() if drafters.get(slot, own) != own]
+    if differing:
         raise WhiFlashError(
-            f"the record {record.path} was made with another target ({made}) than the run ({fingerprint}); run "
-            f"`whiflash calibrate --target {name}` and give what it writes"
+            f"the record {record.path} was made with another {' and another '.join(differing)} than the run; run "
+            f"`whiflash calibrate --target {name}` with the models of the run and give what it writes"
+        )
+    if settings.get("temperature"):
+        raise WhiFlashError(
+            f"the run sampled at temperature {settings['temperature']:g}, but a record holds greedy answers; "
+            "leave --record out, or measure greedily"
         )
 
 

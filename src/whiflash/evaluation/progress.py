@@ -1,5 +1,6 @@
 """How far a long measurement is, and how long it will still take."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ EVERY = 30.0
 def eta_bar(quiet: bool = False) -> Iterator[Report]:
     """Yield `(done, total, text)`: a bar with the time left on a terminal, elsewhere a line every half minute."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
-    started, told = 0.0, 0.0
+    started, told, first = 0.0, 0.0, math.inf
     columns = (
         BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(True),
         TextColumn("{task.description}"),
@@ -34,15 +35,17 @@ def eta_bar(quiet: bool = False) -> Iterator[Report]:
     task = bar.add_task("", total=None)
 
     def report(done: int, total: int, text: str) -> None:
-        nonlocal started, told
+        nonlocal started, told, first
         now = time.monotonic()
-        started = started if done else now
+        if done <= first:  # a stage begins, perhaps where an earlier process stopped
+            started, first = now, done
         if console.is_terminal:
             bar.start()
             bar.update(task, completed=done, total=total, description=text)
         elif now - told > EVERY or done == total:
             told = now
-            left = f", {duration((now - started) / done * (total - done))} left" if 0 < done < total else ""
+            pace = (now - started) / (done - first) if done > first else None
+            left = f", {duration(pace * (total - done))} left" if pace is not None and done < total else ""
             console.print(f"{done} of {total}{left}: {text}", markup=False, soft_wrap=True)
 
     try:

@@ -33,6 +33,16 @@ class Ranks:
         if self.count > 1:
             distributed.barrier()
 
+    def agree(self, error: Exception | None) -> None:
+        """Raise rank 0's `error` there, and end the other processes without a word; nothing where there is none."""
+        if self.count > 1:
+            told = [error is not None]
+            distributed.broadcast_object_list(told, src=0)
+            if told[0] and not self.first:
+                raise SystemExit(2)
+        if error is not None:
+            raise error
+
     def gather(self, item: T) -> list[T]:
         """On rank 0 everyone's items by rank; an empty list elsewhere."""
         if self.count == 1:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ def columns(rounds: Sequence[Round]) -> dict[str, list[Any]]:
     return values
 
 
+def check(row: Mapping[str, Any]) -> None:
+    """Raises for what is no row of a benchmark."""
+    texts = ("prompt", "dataset", "category", "method", "mode")
+    if not all(isinstance(row[name], str) for name in texts) or "left_out" not in row:
+        raise ValueError(f"{', '.join(texts)} must be texts, and left_out be there")
+    for turn in row["turns"]:
+        numbers = [turn["prompt_tokens"], turn["prefill_seconds"], turn["decode_seconds"], *turn["tokens"]]
+        table = [turn["rounds"][name] for name in (*FIELDS, *PHASES)]
+        numbers += chain.from_iterable(turn["rounds"][name] for name in ("position", "acceptance_length", *PHASES))
+        if len(set(map(len, table))) > 1 or not all(isinstance(n, int | float) for n in numbers):
+            raise ValueError("its rounds do not fit together")
+
+
 class Results:
     """Rows of this run on disk: those found there, and those added. Rank r > 0 writes a file of its own until `merge`.
 
@@ -44,15 +58,19 @@ class Results:
     def __init__(self, directory: Path, settings: Mapping[str, Any], ranks: Ranks):
         self.directory, self.ranks = directory, ranks
         self._stack = ExitStack()
+        problem = None
         if ranks.first:
-            self._stack.enter_context(exclusive(directory / ".lock"))
-            self._main = Journal(directory / ROWS, settings)
-            for left in sorted(directory.glob("results.rank*.jsonl")):
-                self._fold(Journal(left, settings).rows)
-                _remove(left)
-        ranks.wait()
+            try:
+                self._stack.enter_context(exclusive(directory / ".lock"))
+                self._main = Journal(directory / ROWS, settings, check)
+                for left in sorted(directory.glob("results.rank*.jsonl")):
+                    self._fold(Journal(left, settings, check).rows)
+                    _remove(left)
+            except WhiFlashError as error:
+                problem = error
+        ranks.agree(problem)
         if not ranks.first:
-            self._main = Journal(directory / f"results.rank{ranks.rank}.jsonl", settings)
+            self._main = Journal(directory / f"results.rank{ranks.rank}.jsonl", settings, check)
         whole = self._main.rows if ranks.first else _peek(directory / ROWS)
         self._known = {_key(row): row for row in [*whole, *self._main.rows]}
         self.found = len(self._known)

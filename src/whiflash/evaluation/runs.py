@@ -13,7 +13,8 @@ import numpy as np
 from whiflash.decoding.session import PHASES
 from whiflash.errors import WhiFlashError
 from whiflash.evaluation.latency import CatchUp, Profile
-from whiflash.evaluation.results import ROWS, SUMMARY, Row
+from whiflash.evaluation.results import ROWS, SUMMARY, Row, check
+from whiflash.journal import json_rows
 
 
 class Shape(NamedTuple):
@@ -126,29 +127,14 @@ def read_run(directory: Path) -> Run:
             f"the run in {directory} is not complete; run the same command again, which goes on where it stopped"
         )
     rows: dict[str, dict[str, Row]] = {name: {} for name in summary["settings"]["methods"]}
-    for row in _lines(file):
+    then = "remove that line and run the same benchmark again"
+    for _, row in json_rows(file, file.read_bytes().split(b"\n"), then, check):
         if row["turns"]:
             rows.setdefault(row["method"], {})[row["prompt"]] = row
     run = Run(directory, {name: found for name, found in rows.items() if found}, summary)
     if not any(turn["rounds"]["slot"] for method in run.rows for _, _, turn in run.turns(method)):
         raise WhiFlashError(f"no answer in {directory} took a round; measure with more --max-new-tokens")
     return run
-
-
-def _lines(file: Path) -> Iterator[Row]:
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            for turn in row["turns"]:
-                counts = {len(turn["rounds"][name]) for name in ("slot", "position", "acceptance_length", *PHASES)}
-                if len(counts) > 1 or not {"method", "prompt", "category", "mode"} <= row.keys():
-                    raise ValueError("its rounds do not fit together")
-        except (ValueError, KeyError, TypeError) as error:
-            raise WhiFlashError(
-                f"{file}, line {number} is damaged ({type(error).__name__}: {error}); remove that line and run the "
-                "same benchmark again"
-            ) from error
-        yield row
 
 
 def routed(run: Run) -> list[Routed]:

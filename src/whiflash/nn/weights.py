@@ -1,5 +1,6 @@
 """Checkpoints: from a name to a directory, from a directory to tensors, and no tensor left behind."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,12 @@ CHECKPOINT_FILES = (
     "*.model",
     "*.jinja",
 )
+# what some drafters keep beside their weights
+DRAFT_VOCABULARY, MASK_EMBEDDING = "draft_vocabulary.json", "mask_embedding.pt"
+# config keys that say who wrote it, not what it is
+WRITERS = ("transformers_version", "_name_or_path")
+# rows read of every tensor to tell one checkpoint from another
+PROBES = 4
 # the same weights once more: other formats in folders of their own, Mistral's original file
 DUPLICATES = ("*/*", "consolidated*")
 
@@ -123,6 +130,17 @@ class Weights:
         stored = self._prefix + name
         return self._loaded[stored] if stored in self._loaded else self._open[self._files[name]].get_tensor(stored)
 
+    def probe(self, name: str) -> list[Tensor]:
+        """A few rows of the tensor `name`, evenly spread; not counted as taken."""
+        shape, stored = self.shape(name), self._prefix + name
+        loaded = stored in self._loaded
+        if not shape:
+            return [self._loaded[stored] if loaded else self._open[self._files[name]].get_tensor(stored)]
+        rows = self._loaded[stored] if loaded else self._open[self._files[name]].get_slice(stored)
+        if len(shape) == 1:
+            return [rows[:]]
+        return [rows[i : i + 1] for i in sorted({shape[0] * k // PROBES for k in range(PROBES)})]
+
     def finish(self, ignore: Iterable[str] = ()) -> None:
         """Fail if any tensor was not taken, but for names that end with one of `ignore`."""
         left = [n for n in self._files if n not in self._taken and not n.endswith(tuple(ignore) or ("\0",))]
@@ -135,6 +153,29 @@ class Weights:
     def _require(self, name: str) -> None:
         if name not in self._files:
             raise WhiFlashError(f"{self.path} has no tensor {name}, which its config calls for")
+
+
+def digest(path: Path, settings: str | None = None) -> str:
+    """Sixteen hex digits that tell one checkpoint (a directory or file) from another, whatever loads it.
+
+    Of every tensor's name, type, shape and a few of its rows (training moves all of them; reading all of a large model
+    would take longer than loading it), the files beside them, and the config, for which `settings` may stand.
+    """
+    directory = path if path.is_dir() else path.parent
+    if settings is None:
+        config = read_config(directory) if (directory / "config.json").is_file() else {}
+        settings = json.dumps({k: v for k, v in config.items() if k not in WRITERS}, sort_keys=True)
+    found = hashlib.sha256(settings.encode())
+    weights = Weights(path)
+    for name in sorted(weights):
+        shape = weights.shape(name)
+        found.update(f"{name}{list(shape)}".encode())
+        for probe in weights.probe(name):
+            found.update(f"{probe.dtype}".encode() + probe.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for file in (directory / DRAFT_VOCABULARY, directory / MASK_EMBEDDING):
+        if file.is_file():
+            found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _weight_files(path: Path) -> list[Path]:

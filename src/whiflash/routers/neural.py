@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whiflash.errors import WhiFlashError
-from whiflash.nn.weights import Weights, read_config, resolve
+from whiflash.nn.weights import Weights, digest, read_config, resolve
 from whiflash.routers.mlp import RouterMLP
 from whiflash.routers.router import Signal, check_threshold
 
@@ -32,9 +32,11 @@ class NeuralRouter:
 
     name = "neural"
 
-    def __init__(self, network: RouterMLP, threshold: float = 0.0, flip: bool = False):
+    def __init__(self, network: RouterMLP, threshold: float = 0.0, flip: bool = False, identity: str = ""):
         self.network, self.threshold = network.eval().requires_grad_(False), check_threshold(threshold)
         self.sign = -1.0 if flip else 1.0
+        # tells what it decides from what other routers would
+        self.identity = identity + "-flipped" * flip
 
     def __call__(self, signal: Signal) -> tuple[Tensor, Tensor]:
         gain = self.network(signal.hidden.float()) * self.sign
@@ -61,7 +63,7 @@ class NeuralRouter:
             flip = flip != (config.get("positive", "slot-1") == "slot-0")
         if threshold is None:
             threshold = (config or {}).get("threshold", 0.0)
-        return cls(_read_network(Weights(path), setting.hidden_size).to(device), threshold, flip)
+        return cls(_read_network(Weights(path), setting.hidden_size).to(device), threshold, flip, digest(path))
 
 
 def _config(path: Path) -> dict[str, Any] | None:

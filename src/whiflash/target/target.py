@@ -1,6 +1,5 @@
 """The big model as the rest of the program sees it: a network, a tokenizer, and where generation ends."""
 
-import hashlib
 import json
 import operator
 import re
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import KVCache
+from whiflash.nn.weights import digest, read_config
+from whiflash.target.config import TargetConfig
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -138,11 +139,17 @@ class Target:
         return tokens
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits of the config and the weight files' names and sizes: tells one target from another."""
-        digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        for file in sorted(self.path.glob("*.safetensors")):
-            digest.update(f"{file.name}:{file.stat().st_size}".encode())
-        return digest.hexdigest()[:16]
+        """Sixteen hex digits that tell one target from another, in whatever precision it is loaded."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        try:
+            config = TargetConfig.from_config(read_config(self.path, "target"))
+        except WhiFlashError:
+            return digest(self.path)
+        # versions of transformers write the same config in different words
+        return digest(self.path, f"{config.rope} {config.shape.norm_eps}")
 
 
 def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
-from whiflash.drafters.load import checkpoint_hash, load_dflash, load_eagle3
+from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.journal import Journal
 from whiflash.target.target import Target
@@ -37,14 +37,12 @@ class Drafters:
 
     @classmethod
     def load(cls, target: Target, dflash_path: str | Path, eagle3_path: str | Path | None) -> "Drafters":
-        paths = {"df": dflash_path, "e3": eagle3_path}
         model = load_dflash(dflash_path, target, packed=False).float()
         if any(model.config.causal) or any(model.config.windows):
             raise WhiFlashError(f"{dflash_path} has causal or sliding layers, for which routers cannot be trained yet")
         head = None if eagle3_path is None else load_eagle3(eagle3_path, target, packed=False).float()
-        return cls(
-            target, model, head, {name: checkpoint_hash(path) for name, path in paths.items() if path is not None}
-        )
+        identity = {"df": model.identity} | ({} if head is None else {"e3": head.identity})
+        return cls(target, model, head, identity)
 
     @torch.inference_mode()
     def autoregressive(self, sample: Sample, chain: int) -> dict[str, list[int]]:
@@ -132,7 +130,9 @@ def measure(
     for model, identity in drafters.identity.items():
         settings = {"kind": "acceptance", "texts": texts, "drafter": identity, **passes[model][1]}
         digest = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-        journals[model] = Journal(Path(directory) / f"acceptance-{model}-{digest}.jsonl", settings)
+        file = Path(directory) / f"acceptance-{model}-{digest}.jsonl"
+        # rows belong to texts by their number
+        journals[model] = Journal(file, settings, then="remove that line and all after it, and run again")
     measured = []
     for index in range(len(samples)):
         report(index, len(samples))

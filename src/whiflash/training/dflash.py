@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash, DFlashConfig
-from whiflash.drafters.load import checkpoint_hash, load_dflash
+from whiflash.drafters.load import load_dflash
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import additive
 from whiflash.nn.layers import Layer
+from whiflash.nn.weights import digest, resolve
 from whiflash.target.target import Target
 from whiflash.training import export
 from whiflash.training.evaluate import Scores, accepted_lengths, score
@@ -247,7 +248,7 @@ def train_dflash(
     drafter = new_drafter(target, source.taps, recipe, source)
     identity = {
         "dflash": {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")},
-        "init": recipe.init and checkpoint_hash(recipe.init),
+        "init": recipe.init and digest(resolve(recipe.init, "drafter")),
     }
     if recipe.init is not None:
         found = load_dflash(recipe.init, target, packed=False)

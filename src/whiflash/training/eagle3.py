@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from whiflash.drafters.eagle3 import Eagle3, Eagle3Config
-from whiflash.drafters.load import checkpoint_hash, load_eagle3
+from whiflash.drafters.load import load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import additive
+from whiflash.nn.weights import digest, resolve
 from whiflash.target.target import Target
 from whiflash.training import export
 from whiflash.training.evaluate import Scores, accepted_lengths, score
@@ -185,7 +186,7 @@ def train_eagle3(
     ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
     identity = {
         "eagle3": {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")},
-        "init": recipe.init and checkpoint_hash(recipe.init),
+        "init": recipe.init and digest(resolve(recipe.init, "drafter")),
     }
     if recipe.init is None:
         head = new_head(target, source.taps, ids, recipe)

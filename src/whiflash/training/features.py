@@ -72,7 +72,7 @@ def read_texts(file: str | Path, target: Target, max_length: int = 2048) -> list
     """
     texts = []
     try:
-        lines = Path(file).read_text("utf-8").splitlines()
+        lines = Path(file).read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise WhiFlashError(f"the texts {file} cannot be read ({error}); expected a JSONL file") from error
     for number, line in enumerate(lines, 1):

@@ -116,7 +116,10 @@ def train(
         run = _restore(out / "state.pt", identity, module, optimizers, average)
         log(f"resumed at step {run.step} after {run.elapsed / 3600:.2f} h")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
-    before, began, window = run.elapsed, time.monotonic(), []
+    before, began = run.elapsed, time.monotonic()
+    window: list[float] = []
+    if identity.get("init") and not run.step:  # what it went on from is the first point of its curve
+        _evaluate(trainee, source, run, window, out, rank, log)
     module.train()
     while (progress := _progress(run, config, world)) < 1:
         factor = _schedule(run.step, progress, config)
@@ -244,7 +247,7 @@ def _evaluate(
     row = {
         "step": run.step,
         "hours": round(run.elapsed / 3600, 4),
-        "loss": round(sum(window) / max(len(window), 1), 4),
+        "loss": round(sum(window) / len(window), 4) if window else None,
         "acceptance": scores.table(),
     }
     run.history.append(row)

@@ -113,7 +113,7 @@ def read_prompts(files: Sequence[str | Path]) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     for file in files:
         try:
-            lines = Path(file).read_text("utf-8").splitlines()
+            lines = Path(file).read_text("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise WhiFlashError(f"the prompts {file} cannot be read ({error}); expected a JSONL file") from error
         for number, line in enumerate(lines, 1):
