@@ -67,6 +67,7 @@ class Results:
                     self._fold(Journal(left, settings, check).rows)
                     _remove(left)
             except WhiFlashError as error:
+                self._stack.close()
                 problem = error
         ranks.agree(problem)
         if not ranks.first:
