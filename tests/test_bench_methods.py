@@ -111,6 +111,7 @@ REFUSED = [
     (["--whiflash-entropy-threshold", "-1"], "threshold"),
     (["--seed", "-1"], "a seed must be a whole number"),
     (["--dataset", "gsm"], "did you mean gsm8k"),
+    (["--dataset-dir", "."], "--dataset-dir has no effect on demo"),
     (["--temperature", "-1"], "temperature"),
     (["--max-new-tokens", "0"], "at least 1"),
     (["--max-samples", "0"], "at least 1"),

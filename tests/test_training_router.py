@@ -9,6 +9,7 @@ import torch
 
 from whiflash.drafters.ddtree import best_prefixes
 from whiflash.errors import WhiFlashError
+from whiflash.routers.mlp import RouterMLP
 from whiflash.routers.neural import NeuralRouter, Setting
 from whiflash.routers.router import Signal
 from whiflash.training.acceptance import Measured, to_draft, tree_lengths
@@ -18,6 +19,7 @@ from whiflash.training.router import (
     evaluate,
     export,
     fit,
+    joined,
     predict,
     split_prompts,
     train_router,
@@ -189,9 +191,18 @@ def test_bad_input_gets_a_sentence(tmp_path):
         RouterRecipe(tree_budget=0)
     with pytest.raises(WhiFlashError, match="dropout"):
         RouterRecipe(dropout=1.0)
+    with pytest.raises(WhiFlashError, match="inner_size 32 does not divide among 5 members"):
+        RouterRecipe(inner_size=32, members=5)
     with pytest.raises(WhiFlashError, match="not given: ddt"):
         train_router("ddt-e3", FakeTarget(), measured(4), measured(2), RECIPE, tmp_path)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(WhiFlashError, match="could not be written"):
         export(fit(torch.randn(9, 4), torch.randn(9), torch.randn(3, 4), torch.randn(3), RECIPE), {}, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_members_are_joined_into_their_mean():
+    members = [RouterMLP(6, 4).requires_grad_(False) for _ in range(3)]
+    whole, x = joined(members), torch.randn(9, 6)
+    assert whole.fc1.weight.shape == (12, 6)
+    torch.testing.assert_close(whole(x), torch.stack([m(x) for m in members]).mean(0))

@@ -137,6 +137,8 @@ def load_prompts(
         raise WhiFlashError(f"--max-samples must be at least 1, got {max_samples}")
     if directory is not None and not directory.is_dir():
         raise WhiFlashError(f"the data set directory {directory} does not exist")
+    if directory is not None and set(names) == {"demo"}:
+        raise WhiFlashError("--dataset-dir has no effect on demo, which is built in; name another --dataset")
     prompts: list[Prompt] = []
     for name in dict.fromkeys(chain.from_iterable(map(_expand, names))):
         loaded = list(_load(name, directory))

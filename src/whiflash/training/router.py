@@ -29,20 +29,22 @@ PAIRS = ("df-e3", "ddt-e3", "df-ddt")
 class RouterRecipe:
     """`chain` is the depth of the EAGLE-3 chain, `tree_budget` the nodes of DDTree besides the root.
 
-    The network has `inner_size` hidden units, of which training drops a share `dropout` (and of its inputs half that):
-    positions are many, but texts, which is what must be generalised over, are few. Adam trains it until `patience`
-    epochs bring no better validation error, at most `epochs`.
+    The network's `inner_size` hidden units are those of `members` networks, each trained from a start of its own: their
+    mean errs less than any of them, and is itself one two-layer network. Training drops a share `dropout` of the hidden
+    units, and of the inputs half that: positions are many, but texts, which is what must be generalised over, are few.
+    Adam trains each until `patience` epochs bring no better validation error, at most `epochs`.
     """
 
     pairs: tuple[str, ...] = PAIRS
     chain: int = 5
     tree_budget: int = 16
-    inner_size: int = 256
-    dropout: float = 0.5
-    lr: float = 3e-4
-    batch: int = 512
-    epochs: int = 60
-    patience: int = 8
+    inner_size: int = 512
+    members: int = 4
+    dropout: float = 0.4
+    lr: float = 1e-3
+    batch: int = 2048
+    epochs: int = 25
+    patience: int = 6
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,6 +53,8 @@ class RouterRecipe:
             raise WhiFlashError(f"pair {unknown[0] if unknown else ''!r} is not known; expected {', '.join(PAIRS)}")
         if min(self.chain, self.tree_budget, self.inner_size, self.batch, self.epochs, self.patience) < 1:
             raise WhiFlashError("chain, tree_budget, inner_size, batch, epochs and patience must be at least 1")
+        if self.members < 1 or self.inner_size % self.members:
+            raise WhiFlashError(f"inner_size {self.inner_size} does not divide among {self.members} members")
         if not 0 <= self.dropout < 1:
             raise WhiFlashError(f"dropout must lie in 0..1, got {self.dropout}")
 
@@ -137,31 +141,42 @@ def fit(
     """Regress y [N] on x [N, width] by mean squared error; the epoch with the least validation error is returned."""
     x, y, x_validation, y_validation = (t.to(device) for t in (x, y, x_validation, y_validation))
     mean, scale = x.mean(0), x.std(0).clamp_min(1e-4)
+    x, x_validation = (x - mean) / scale, (x_validation - mean) / scale
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        network = _descend(x, y, x_validation, y_validation, mean, scale, recipe)
+        network = joined([_descend(x, y, x_validation, y_validation, recipe) for _ in range(recipe.members)])
     with torch.no_grad():  # the router reads hidden states as they are
         network.fc1.weight.div_(scale)
         network.fc1.bias.sub_(network.fc1.weight @ mean)
     return network.cpu().requires_grad_(False)
 
 
-def _descend(
-    x: Tensor, y: Tensor, x_validation: Tensor, y_validation: Tensor, mean: Tensor, scale: Tensor, recipe: RouterRecipe
-) -> RouterMLP:
-    network = RouterMLP(x.shape[1], recipe.inner_size).to(x.device)
+@torch.no_grad()
+def joined(members: Sequence[RouterMLP]) -> RouterMLP:
+    """The network whose output is the mean of the members'."""
+    first = members[0].fc1.weight
+    network = RouterMLP(first.shape[1], sum(len(m.fc1.weight) for m in members)).to(first.device)
+    network.fc1.weight.copy_(torch.cat([m.fc1.weight for m in members]))
+    network.fc1.bias.copy_(torch.cat([m.fc1.bias for m in members]))
+    network.fc2.weight.copy_(torch.cat([m.fc2.weight for m in members], 1) / len(members))
+    network.fc2.bias.copy_(torch.stack([m.fc2.bias for m in members]).mean(0))
+    return network
+
+
+def _descend(x: Tensor, y: Tensor, x_validation: Tensor, y_validation: Tensor, recipe: RouterRecipe) -> RouterMLP:
+    network = RouterMLP(x.shape[1], recipe.inner_size // recipe.members).to(x.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
     best, best_error, waited = copy.deepcopy(network.state_dict()), math.inf, 0
     for _ in range(recipe.epochs):
         for batch in torch.randperm(len(x), device=x.device).split(recipe.batch):
-            read = F.dropout((x[batch] - mean) / scale, recipe.dropout / 2)
+            read = F.dropout(x[batch], recipe.dropout / 2)
             hidden = F.dropout(F.gelu(network.fc1(read)), recipe.dropout)
             loss = F.mse_loss(network.fc2(hidden).squeeze(-1), y[batch])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
         with torch.inference_mode():
-            error = float(F.mse_loss(network((x_validation - mean) / scale), y_validation))
+            error = float(F.mse_loss(network(x_validation), y_validation))
         waited += 1
         if error < best_error:
             best, best_error, waited = copy.deepcopy(network.state_dict()), error, 0
