@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "target": FLOOR | {"nn"},
     "drafters": FLOOR | {"nn", "target"},
     "decoding": FLOOR | {"nn", "routers", "target", "drafters"},
-    "calibration": FLOOR,
+    "calibration": FLOOR | {"target"},
     "model": BELOW_MODEL | {"calibration"},
     "progress": FLOOR,
     "journal": FLOOR,
