@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,11 @@ def json_rows(
             reason = f"{type(error).__name__}: {error}"
             raise WhiFlashError(f"{path}, line {number} is damaged ({reason}); {then}") from error
         yield number, row
+
+
+def fingerprint(settings: Any) -> str:
+    """Sixteen hex digits that tell these settings from others."""
+    return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _compare(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from whiflash.drafters.dflash import DFlash, DFlashConfig
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.nn.fused import pack
-from whiflash.nn.weights import MASK_EMBEDDING, Part, Weights, digest, load_parts, read_config, read_torch, resolve
+from whiflash.nn.weights import MASK_EMBEDDING, Part, Weights, load_parts, read_config, read_torch, resolve
 from whiflash.target.target import Target
 
 # buffers that some exporters write and nobody needs
@@ -51,7 +51,7 @@ def load_eagle3(
     load_parts(parts, weights, target.dtype, target.device)
     _bind_vocabulary(name, model, weights, target)
     weights.finish(IGNORED)
-    model.identity = digest(Path(weights.path))
+    model.identity = weights.digest()
     model.target_embed = target.network.embed
     if packed:
         model.layer.attention.split_kv()
@@ -87,7 +87,7 @@ def load_dflash(
     load_parts(model.parts(), weights, target.dtype, target.device)
     _bind_vocabulary(name, model, weights, target)
     weights.finish((*IGNORED, "t2d", "verifier_lm_head.weight", "verifier_norm.weight"))
-    model.identity = digest(Path(weights.path))
+    model.identity = weights.digest()
     table = config.vocab_size if config.own_embedding else target.vocab_size
     if config.mask_token_id >= table:
         mask = _mask_embedding(Path(weights.path), config, table)

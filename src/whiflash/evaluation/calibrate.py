@@ -26,7 +26,7 @@ from whiflash.evaluation.positions import check_text
 from whiflash.evaluation.progress import eta_bar
 from whiflash.evaluation.record import P_MINS, Text, record_all
 from whiflash.evaluation.search import search
-from whiflash.journal import Journal, exclusive, write_atomic
+from whiflash.journal import Journal, exclusive, fingerprint, write_atomic
 from whiflash.model import PAIRS, TREE_BUDGET, WhiFlash
 from whiflash.progress import bar
 from whiflash.routers.entropy import EntropyRouter
@@ -99,8 +99,7 @@ def calibrate(request: Request) -> list[Path]:
         log.print(f"{name} is left out: {reason}", markup=False, soft_wrap=True)
     replayed = bench if given is None else _as_profiled(bench, given)
     settings = _settings(request, bench, prompts)
-    stem = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    file = calibration.directory() / f"record-{stem}.jsonl"
+    file = calibration.directory() / f"record-{fingerprint(settings)}.jsonl"
     with exclusive(file.with_suffix(".lock")), eta_bar() as report:
         # rows are told apart by their place, so none may be taken out alone
         journal = Journal(file, settings, check_text, "remove that line and all after it, and run again")

@@ -1,7 +1,5 @@
 """One benchmark from flags to files: load, measure, summarise, print."""
 
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from whiflash.evaluation.progress import eta_bar
 from whiflash.evaluation.ranks import ranks
 from whiflash.evaluation.results import ROUNDS, ROWS, Results, has_parquet, write_rounds, write_summary
 from whiflash.evaluation.statistics import DEFINITIONS, OVERALL, never_drafted, summarise
+from whiflash.journal import fingerprint
 from whiflash.progress import bar
 from whiflash.target import embedded
 from whiflash.target.load import load_target
@@ -101,7 +100,7 @@ def measure(request: Request) -> Path:
 
 def _name(settings: dict[str, Any]) -> str:
     """The same command, the same directory: so it resumes by itself."""
-    return "bench-" + hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    return "bench-" + fingerprint(settings)[:10]
 
 
 def _announce(say: Say, results: Results, directory: Path, total: int) -> None:

@@ -130,16 +130,25 @@ class Weights:
         stored = self._prefix + name
         return self._loaded[stored] if stored in self._loaded else self._open[self._files[name]].get_tensor(stored)
 
-    def probe(self, name: str) -> list[Tensor]:
-        """A few rows of the tensor `name`, evenly spread; not counted as taken."""
-        shape, stored = self.shape(name), self._prefix + name
-        loaded = stored in self._loaded
-        if not shape:
-            return [self._loaded[stored] if loaded else self._open[self._files[name]].get_tensor(stored)]
-        rows = self._loaded[stored] if loaded else self._open[self._files[name]].get_slice(stored)
-        if len(shape) == 1:
-            return [rows[:]]
-        return [rows[i : i + 1] for i in sorted({shape[0] * k // PROBES for k in range(PROBES)})]
+    def digest(self, settings: str | None = None) -> str:
+        """Sixteen hex digits that tell one checkpoint (a directory or file) from another, whatever loads it.
+
+        Of every tensor's name, type, shape and a few of its rows (training moves all of them; reading all of a large
+        model would take longer than loading it), the files beside them, and the config, for which `settings` may stand.
+        """
+        directory = self.path if self.path.is_dir() else self.path.parent
+        if settings is None:
+            config = read_config(directory) if (directory / "config.json").is_file() else {}
+            settings = json.dumps({k: v for k, v in config.items() if k not in WRITERS}, sort_keys=True)
+        found = hashlib.sha256(settings.encode())
+        for name in sorted(self):
+            found.update(f"{self._prefix}{name}{list(self.shape(name))}".encode())
+            for rows in self._probe(name):
+                found.update(f"{rows.dtype}".encode() + rows.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for file in (directory / DRAFT_VOCABULARY, directory / MASK_EMBEDDING):
+            if file.is_file():
+                found.update(file.read_bytes())
+        return found.hexdigest()[:16]
 
     def finish(self, ignore: Iterable[str] = ()) -> None:
         """Fail if any tensor was not taken, but for names that end with one of `ignore`."""
@@ -150,32 +159,25 @@ class Weights:
                 f"({', '.join(left[:4])}{', …' if len(left) > 4 else ''}); it is not the layout its config declares"
             )
 
+    def _probe(self, name: str) -> list[Tensor]:
+        """A few rows of the tensor `name`, evenly spread."""
+        shape, stored = self.shape(name), self._prefix + name
+        loaded = stored in self._loaded
+        if not shape:
+            return [self._loaded[stored] if loaded else self._open[self._files[name]].get_tensor(stored)]
+        rows = self._loaded[stored] if loaded else self._open[self._files[name]].get_slice(stored)
+        if len(shape) == 1:
+            return [rows[:]]
+        return [rows[i : i + 1] for i in sorted({shape[0] * k // PROBES for k in range(PROBES)})]
+
     def _require(self, name: str) -> None:
         if name not in self._files:
             raise WhiFlashError(f"{self.path} has no tensor {name}, which its config calls for")
 
 
 def digest(path: Path, settings: str | None = None) -> str:
-    """Sixteen hex digits that tell one checkpoint (a directory or file) from another, whatever loads it.
-
-    Of every tensor's name, type, shape and a few of its rows (training moves all of them; reading all of a large model
-    would take longer than loading it), the files beside them, and the config, for which `settings` may stand.
-    """
-    directory = path if path.is_dir() else path.parent
-    if settings is None:
-        config = read_config(directory) if (directory / "config.json").is_file() else {}
-        settings = json.dumps({k: v for k, v in config.items() if k not in WRITERS}, sort_keys=True)
-    found = hashlib.sha256(settings.encode())
-    weights = Weights(path)
-    for name in sorted(weights):
-        shape = weights.shape(name)
-        found.update(f"{name}{list(shape)}".encode())
-        for probe in weights.probe(name):
-            found.update(f"{probe.dtype}".encode() + probe.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    for file in (directory / DRAFT_VOCABULARY, directory / MASK_EMBEDDING):
-        if file.is_file():
-            found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+    """`Weights.digest` of a checkpoint that nobody has open."""
+    return Weights(path).digest(settings)
 
 
 def _weight_files(path: Path) -> list[Path]:

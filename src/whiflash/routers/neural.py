@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whiflash.errors import WhiFlashError
-from whiflash.nn.weights import Weights, digest, read_config, resolve
+from whiflash.nn.weights import Weights, read_config, resolve
 from whiflash.routers.mlp import RouterMLP
 from whiflash.routers.router import Signal, check_threshold
 
@@ -63,7 +63,9 @@ class NeuralRouter:
             flip = flip != (config.get("positive", "slot-1") == "slot-0")
         if threshold is None:
             threshold = (config or {}).get("threshold", 0.0)
-        return cls(_read_network(Weights(path), setting.hidden_size).to(device), threshold, flip, digest(path))
+        weights = Weights(path)
+        network = _read_network(weights, setting.hidden_size).to(device)
+        return cls(network, threshold, flip, weights.digest())
 
 
 def _config(path: Path) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 With the root at position s the router sees the target's final hidden state at s-1, the node that produced the root.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,7 +15,7 @@ from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
-from whiflash.journal import Journal
+from whiflash.journal import Journal, fingerprint
 from whiflash.target.target import Target
 from whiflash.training import dflash, eagle3
 from whiflash.training.evaluate import accepted_lengths
@@ -47,7 +46,8 @@ class Drafters:
     @torch.inference_mode()
     def autoregressive(self, sample: Sample, chain: int) -> dict[str, list[int]]:
         """Accepted draft length of an EAGLE-3 chain at every root of the answer but its last token."""
-        return {} if self.eagle3 is None else {"e3": eagle3.accepted(self.eagle3, sample, chain)}
+        assert self.eagle3 is not None
+        return {"e3": eagle3.accepted(self.eagle3, sample, chain)}
 
     @torch.inference_mode()
     def diffusion(self, sample: Sample, budget: int) -> dict[str, list[int]]:
@@ -129,23 +129,22 @@ def measure(
     journals = {}
     for model, identity in drafters.identity.items():
         settings = {"kind": "acceptance", "texts": texts, "drafter": identity, **passes[model][1]}
-        digest = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-        file = Path(directory) / f"acceptance-{model}-{digest}.jsonl"
+        file = Path(directory) / f"acceptance-{model}-{fingerprint(settings)}.jsonl"
         # rows belong to texts by their number
         journals[model] = Journal(file, settings, then="remove that line and all after it, and run again")
     measured = []
     for index in range(len(samples)):
         report(index, len(samples))
-        sample = samples[index].to(drafters.target.device)
+        sample = samples[index]
         lengths = {}
         for model, journal in journals.items():
             if index == len(journal.rows):
-                journal.append(passes[model][0](sample))
+                journal.append(passes[model][0](sample.to(drafters.target.device)))
             for name, accepted in journal.rows[index].items():
                 # a round never commits more than the text has left
                 left = torch.arange(len(accepted), 0, -1)
                 lengths[name] = torch.minimum(torch.tensor(accepted) + 1, left)
-        signal = sample.hidden[sample.start - 1 : len(sample.tokens) - 2].cpu().clone()
+        signal = sample.hidden[sample.start - 1 : len(sample.tokens) - 2].float().cpu().clone()
         prompt = sha256(repr(sample.tokens[: sample.start].tolist()).encode()).hexdigest()
         measured.append(Measured(sample.category, prompt, signal, lengths))
     report(len(samples), len(samples))

@@ -18,7 +18,6 @@ from whiflash.drafters.load import load_dflash
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import additive
 from whiflash.nn.layers import Layer
-from whiflash.nn.weights import digest, resolve
 from whiflash.target.target import Target
 from whiflash.training import export
 from whiflash.training.evaluate import Scores, accepted_lengths, score
@@ -244,15 +243,14 @@ def train_dflash(
     recipe: DFlashRecipe, target: Target, source: Source, held: Sequence[Sample], out: str | Path, log=print
 ) -> Run:
     """Train a drafter on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` holds."""
-    ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
-    drafter = new_drafter(target, source.taps, recipe, source)
-    identity = {
-        "dflash": {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")},
-        "init": recipe.init and digest(resolve(recipe.init, "drafter")),
-    }
+    drafter, ids = new_drafter(target, source.taps, recipe, source), None
+    settings = {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")}
+    identity: dict[str, Any] = {"dflash": settings, "init": None}
     if recipe.init is not None:
         found = load_dflash(recipe.init, target, packed=False)
         take_over(drafter, found, recipe.init)
-        ids = ids if found.target_ids is None else found.target_ids
+        ids, identity["init"] = found.target_ids, found.identity
+    if ids is None:
+        ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
     trainee = DFlashTrainee(drafter, target, recipe, ids, held)
     return train(trainee, source, recipe.loop, out, identity, log)

@@ -16,7 +16,6 @@ from whiflash.drafters.eagle3 import Eagle3, Eagle3Config
 from whiflash.drafters.load import load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.nn.cache import additive
-from whiflash.nn.weights import digest, resolve
 from whiflash.target.target import Target
 from whiflash.training import export
 from whiflash.training.evaluate import Scores, accepted_lengths, score
@@ -183,17 +182,16 @@ def train_eagle3(
     recipe: Eagle3Recipe, target: Target, source: Source, held: Sequence[Sample], out: str | Path, log=print
 ) -> Run:
     """Train a head on `source` into `out` (`best/` and `last/` are checkpoints); resumes what `out` holds."""
-    ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
-    identity = {
-        "eagle3": {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")},
-        "init": recipe.init and digest(resolve(recipe.init, "drafter")),
-    }
+    settings = {k: v for k, v in asdict(recipe).items() if k not in ("loop", "init")}
+    identity: dict[str, Any] = {"eagle3": settings, "init": None}
     if recipe.init is None:
+        ids = draft_vocabulary(source.texts, target.vocab_size, recipe.draft_vocab, sorted(target.stop_ids))
         head = new_head(target, source.taps, ids, recipe)
     else:
         found = load_eagle3(recipe.init, target, packed=False)
         ids = torch.arange(target.vocab_size) if found.target_ids is None else found.target_ids
         head = new_head(target, source.taps, ids, recipe)
         take_over(head, found, recipe.init)
+        identity["init"] = found.identity
     trainee = Eagle3Trainee(head, target, recipe, held)
     return train(trainee, source, recipe.loop, out, identity, log)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,14 @@ def _card(kind: str, target: Target, settings: Mapping[str, Any], report: Mappin
     facts = {key: report[key] for key in ("data", "compute", "recipe") if key in report}
     lines += ["```json", json.dumps(facts, indent=1), "```", ""]
     if init := report.get("recipe", {}).get("init"):
-        lines += [f"Training went on from {init}, of which its own card says:", "", *_quoted(resolve(init)), ""]
+        lines += [f"Training went on from {init}, of which its own card says:", "", *_quoted(init), ""]
     return "\n".join(lines)
 
 
-def _quoted(checkpoint: Path) -> list[str]:
+@cache  # cards are written at every evaluation, and a name may be one to look up on the hub
+def _quoted(name: str) -> list[str]:
     """The card beside a checkpoint, if it has one, with its headings one level down."""
+    checkpoint = resolve(name)
     card = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "README.md"
     text = card.read_text("utf-8") if card.is_file() else "(nothing)"
     return [f"#{line}" if line.startswith("#") else line for line in text.strip().splitlines()]

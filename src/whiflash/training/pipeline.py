@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whiflash.errors import WhiFlashError
-from whiflash.journal import exclusive, read_json, write_atomic
+from whiflash.journal import exclusive, fingerprint, read_json, write_atomic
 from whiflash.target.load import load_target
 from whiflash.target.target import Target
 from whiflash.training.acceptance import Drafters, Measured, measure
@@ -111,10 +111,6 @@ class Progress:
 
     def _write(self) -> None:
         write_atomic(self.path, json.dumps(self.stages, indent=1) + "\n")
-
-
-def fingerprint(value: Any) -> str:
-    return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def train_all(
