@@ -250,6 +250,30 @@ def test_questions_leave_time_for_answers(target, tmp_path):
     assert rows == len((tmp_path / "out.questions.jsonl").read_text().splitlines()) == 1
 
 
+def test_no_answer_begins_after_the_time(target, tmp_path, monkeypatch):
+    """Answers come out in order, so one that takes long must not keep the clock from being looked at."""
+    from whiflash.training import slots, synthesize
+
+    prompts, now, begun = write_prompts(tmp_path / "prompts.jsonl"), [0.0], []
+    monkeypatch.setattr(synthesize.time, "monotonic", lambda: now[0])
+    start, step = slots._Engine.start, slots._Engine.step
+
+    def started(self, place, number, job, done):
+        begun.append(now[0])
+        return start(self, place, number, job, done)
+
+    def stepped(self, done):
+        now[0] += 1
+        return step(self, done)
+
+    monkeypatch.setattr(slots._Engine, "start", started)
+    monkeypatch.setattr(slots._Engine, "step", stepped)
+    rows = make_data(target, tmp_path / "out.jsonl", DataRecipe(max_tokens=30, slots=2), [prompts], seconds=3)
+    assert rows == len(begun), "what was begun is finished"
+    assert max(begun) <= 3 and now[0] <= 3 + 30
+    assert rows < len(TEXTS)
+
+
 def test_excluded_and_repeated_prompts_are_left_out(target, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl", ["What is a sea?", "what is  a SEA", "What is a lake?"])
     exclude = write_prompts(tmp_path / "exclude.jsonl", ["WHAT is a lake"])

@@ -10,10 +10,11 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 from whiflash.errors import WhiFlashError
 from whiflash.journal import Journal, exclusive
@@ -106,6 +107,7 @@ class Status:
 
 
 Report = Callable[[Status], None]
+T = TypeVar("T")
 
 
 def read_prompts(files: Sequence[str | Path]) -> list[Prompt]:
@@ -190,7 +192,7 @@ def synthesise(
     watch = _Watch("writing questions", len(journal.rows), wanted, report, seconds)
 
     def jobs() -> Iterator[Job]:
-        for number in range(attempt, attempt + PATIENCE * wanted):
+        for number in watch.while_time(range(attempt, attempt + PATIENCE * wanted)):
             _, tokens, _ = turns[number // RUN % len(turns)]
             yield Job(
                 tokens, 192, TEMPERATURES[number % len(TEMPERATURES)], _seed(recipe.seed, "question", str(number))
@@ -204,9 +206,9 @@ def synthesise(
                 category = turns[number // RUN % len(turns)][0]
                 journal.append({"id": f"own/{number}", "category": category, "turns": [text], "attempt": number})
             watch.tell(len(journal.rows), len(tokens))
-            if len(journal.rows) >= wanted or watch.expired:
+            if len(journal.rows) >= wanted:
                 break
-        else:
+        if len(journal.rows) < wanted and not watch.expired:
             raise WhiFlashError(
                 f"{target.name} wrote only {len(journal.rows)} usable questions of {wanted}; "
                 "ask for fewer with --synthesise, or give it --prompts"
@@ -287,15 +289,13 @@ def answer(
     watch = _Watch("answering", len(plan) - len(todo), len(plan), report, seconds)
     jobs = (
         Job(tokens, recipe.max_tokens, recipe.temperature, _seed(recipe.seed, "answer", prompt.text))
-        for prompt, tokens in todo
+        for prompt, tokens in watch.while_time(todo)
     )
     prefix = common_prefix([tokens for _, tokens in plan])
     answers = generate(target, jobs, slots=min(recipe.slots, len(plan)), prefix=prefix)
     for (prompt, _), tokens in zip(todo, answers, strict=False):
         journal.append({"category": prompt.category, "prompt": prompt.text, "response_ids": tokens})
         watch.tell(watch.done + 1, len(tokens))
-        if watch.expired:
-            break
     return len(journal.rows)
 
 
@@ -323,6 +323,13 @@ class _Watch:
     def tell(self, done: int, tokens: int) -> None:
         self.done, self.tokens = done, self.tokens + tokens
         self._report()
+
+    def while_time(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, one at least, until time is up: what was begun is finished, for as long as one answer takes."""
+        for item in items:
+            yield item
+            if self.expired:
+                return
 
     @property
     def expired(self) -> bool:
