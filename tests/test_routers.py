@@ -153,6 +153,9 @@ def test_a_bare_file_without_biases(tmp_path):
         ({"target_fingerprint": "0" * 16, "target": "other"}, "trained for the target other, but is used with toy"),
         ({"threshold": float("nan")}, "threshold must be a finite number, got nan"),
         ({"threshold": None}, "threshold must be a finite number, got None"),
+        ({"eagle3_depth": 0}, "EAGLE-3 depth of 0; expected a whole number"),
+        ({"eagle3_depth": "3"}, "EAGLE-3 depth of '3'; expected a whole number"),
+        ({"eagle3_depth": True}, "EAGLE-3 depth of True; expected a whole number"),
     ],
 )
 def test_a_router_for_another_setting_is_refused(tmp_path, config, sentence):

@@ -20,7 +20,7 @@ from whiflash import WhiFlash
 from whiflash.drafters.load import load_dflash, load_eagle3
 from whiflash.errors import WhiFlashError
 from whiflash.journal import exclusive
-from whiflash.model import Drafting
+from whiflash.model import EAGLE3_DEPTH, Drafting
 from whiflash.target.load import load_target
 from whiflash.training.acceptance import Drafters, measure
 from whiflash.training.commands import app
@@ -188,6 +188,25 @@ def test_the_router_sees_what_it_was_trained_on(work, model, lengths, pair):
             assert len(r.tokens) == int(measured.lengths[r.slot][at])
             rounds += 1
     assert rounds > 20
+
+
+def test_a_router_brings_its_chain_along(work):
+    out = work[0] / "out"
+    given = {"dflash": out / "dflash", "eagle3": out / "eagle3", "drafters": "df-e3"}
+
+    def depth(router, **shape):
+        drafting = Drafting(**shape)
+        model = WhiFlash.from_pretrained(work[0] / "target", router=router, drafting=drafting, **given)
+        return model.drafters[1].depth
+
+    assert CHAIN != EAGLE3_DEPTH
+    assert depth(out / "router-df-e3") == CHAIN
+    assert depth(out / "router-df-e3", eagle3_depth=2) == 2, "what is asked for is done"
+    assert depth(out / "router-df-e3", eagle3_top_k=2) == EAGLE3_DEPTH, "a tree is no chain"
+    assert depth("entropy") == EAGLE3_DEPTH
+    card = (out / "router-ddt-e3" / "README.md").read_text()
+    assert f"tree budget {BUDGET}, EAGLE-3 depth {CHAIN}." in card
+    assert json.loads((out / "router-df-ddt" / "config.json").read_text())["eagle3_depth"] is None
 
 
 def test_a_router_of_another_budget_is_refused(work):

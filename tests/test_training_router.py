@@ -157,6 +157,17 @@ def test_the_threshold_is_set_where_it_pays():
     assert routed > evaluate(network, texts, ("df", "e3"), 0.0)["overall"]["rounds"]["router"]
 
 
+@pytest.mark.parametrize("better", ["df", "e3"])
+def test_a_router_that_cannot_help_leaves_the_better_drafter_alone(better):
+    worse = {"df": "e3", "e3": "df"}[better]
+    left = torch.arange(40, 0, -1)
+    texts = [replace(t, lengths={better: left.clamp(max=4), worse: left.clamp(max=2)}) for t in measured(4)]
+    network = RouterMLP(WIDTH, 4)
+    rounds = evaluate(network, texts, ("df", "e3"), best_threshold(network, texts, ("df", "e3")))["overall"]["rounds"]
+    assert rounds["router"] == rounds[better] == 4
+    assert rounds[worse] == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

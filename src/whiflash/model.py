@@ -40,7 +40,8 @@ ASSETS = Path(__file__).parent / "assets" / embedded.NAME
 class Drafting:
     """Shapes of the drafts: DFlash's block, DDTree's budget (nodes besides the root), EAGLE-3's chain or tree.
 
-    None leaves it open: the block as trained and all of it verified (`block_rows`), a budget of 16, a depth of 5.
+    None leaves it open: the block as trained and all of it verified (`block_rows`), a budget of 16, a depth of 5 or
+    of what the neural router was trained for.
     p_min: drafted nodes whose path the drafter itself holds less likely than this are left out; None leaves none out.
     Where a row costs time, as on a CPU, that is faster; on an accelerator an EAGLE-3 chain then waits for every step.
     """
@@ -161,8 +162,10 @@ class WhiFlash:
         if isinstance(threshold, str):
             models = {name: eagle3_model if name == "e3" else dflash_model for name in names}
             threshold, drafting = _calibrated(threshold, models, router, router_flip, target, drafting)
-        built = [_drafter(name, dflash_model, eagle3_model, drafting) for name in names]
         chosen = _router(router, names, threshold, slot, router_flip, target, drafting)
+        if isinstance(chosen, NeuralRouter) and drafting.eagle3_depth is None and drafting.eagle3_top_k == 1:
+            drafting = replace(drafting, eagle3_depth=chosen.eagle3_depth)
+        built = [_drafter(name, dflash_model, eagle3_model, drafting) for name in names]
         return cls(target, built, chosen, lazy=lazy, kv_only=kv_only, timed=timed)
 
     def session(self, capacity: int = 1024) -> Session:

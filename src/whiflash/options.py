@@ -38,7 +38,9 @@ BlockSize = Annotated[int | None, _option("DFlash block, anchor included; as tra
 BlockRows = Annotated[
     int | None, _option("Rows of DFlash's block that are verified, anchor included; all if left out.", DRAFTING)
 ]
-EagleDepth = Annotated[int | None, _option("EAGLE-3 levels; 5 if left out.", DRAFTING)]
+EagleDepth = Annotated[
+    int | None, _option("EAGLE-3 levels; 5, or what the neural router was trained for, if left out.", DRAFTING)
+]
 EagleTopK = Annotated[int, _option("EAGLE-3 children a node; 1 is a chain.", DRAFTING)]
 EagleTotal = Annotated[int | None, _option("EAGLE-3 tree nodes, root included.", DRAFTING, "--eagle-total-tokens")]
 PMin = Annotated[

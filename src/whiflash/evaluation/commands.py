@@ -40,7 +40,9 @@ Budget = Annotated[
     _option("DDTree nodes besides the root (16); several with commas.", METHODS, "--ddtree-tree-budget"),
 ]
 BlockSize = Annotated[int | None, _option("DFlash block, anchor included; as trained if left out.", METHODS)]
-EagleDepth = Annotated[int | None, _option("EAGLE-3 levels (5).", METHODS)]
+EagleDepth = Annotated[
+    int | None, _option("EAGLE-3 levels; 5, or what the neural router was trained for, if left out.", METHODS)
+]
 EagleTopK = Annotated[int | None, _option("EAGLE-3 children a node; 1 (a chain) if left out.", METHODS)]
 EagleTotal = Annotated[int | None, _option("EAGLE-3 tree nodes, root included.", METHODS, "--eagle-total-tokens")]
 PMin = Annotated[

@@ -22,6 +22,7 @@ from whiflash.evaluation.results import ROUNDS, ROWS, Results, has_parquet, writ
 from whiflash.evaluation.statistics import DEFINITIONS, OVERALL, never_drafted, summarise
 from whiflash.journal import fingerprint
 from whiflash.progress import bar
+from whiflash.routers.neural import NeuralRouter
 from whiflash.target import embedded
 from whiflash.target.load import load_target
 
@@ -66,9 +67,11 @@ def measure(request: Request) -> Path:
         settings = benchmark.settings(
             request.protocol, prompts, models, target, vars(sources), machine, place.count
         ) | {"phase_times": request.phase_times}
-        # a calibration may be made anew before a run goes on
+        # what the flags leave to a calibration, which may be made anew before a run goes on, or to a router's config
         settings |= {
-            f"{m.name} ran as": methods.mode(model) for m, model in models.items() if isinstance(m.threshold, str)
+            f"{m.name} ran as": methods.mode(model)
+            for m, model in models.items()
+            if isinstance(m.threshold, str) or isinstance(model.router, NeuralRouter)
         }
         directory, total = request.output or RUNS / _name(settings), len(prompts) * len(models)
         with Results(directory, settings, place) as results:

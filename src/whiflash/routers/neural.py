@@ -28,15 +28,26 @@ class Setting:
 
 
 class NeuralRouter:
-    """Slot 1 where the predicted ΔAL = AL(slot 1) - AL(slot 0) exceeds the threshold, else slot 0."""
+    """Slot 1 where the predicted ΔAL = AL(slot 1) - AL(slot 0) exceeds the threshold, else slot 0.
+
+    eagle3_depth: the EAGLE-3 chain whose gain it predicts, if it says; decoding drafts as deep unless told otherwise.
+    """
 
     name = "neural"
 
-    def __init__(self, network: RouterMLP, threshold: float = 0.0, flip: bool = False, identity: str = ""):
+    def __init__(
+        self,
+        network: RouterMLP,
+        threshold: float = 0.0,
+        flip: bool = False,
+        identity: str = "",
+        eagle3_depth: int | None = None,
+    ):
         self.network, self.threshold = network.eval().requires_grad_(False), check_threshold(threshold)
         self.sign = -1.0 if flip else 1.0
         # tells what it decides from what other routers would
         self.identity = identity + "-flipped" * flip
+        self.eagle3_depth = eagle3_depth
 
     def __call__(self, signal: Signal) -> tuple[Tensor, Tensor]:
         gain = self.network(signal.hidden.float()) * self.sign
@@ -65,7 +76,7 @@ class NeuralRouter:
             threshold = (config or {}).get("threshold", 0.0)
         weights = Weights(path)
         network = _read_network(weights, setting.hidden_size).to(device)
-        return cls(network, threshold, flip, weights.digest())
+        return cls(network, threshold, flip, weights.digest(), _depth(name, config or {}))
 
 
 def _config(path: Path) -> dict[str, Any] | None:
@@ -89,6 +100,13 @@ def _check(name: str | Path, config: dict[str, Any], setting: Setting) -> None:
         refuse("a tree budget of", config.get("tree_budget"), setting.tree_budget)
     if config.get("target_fingerprint") not in (None, setting.target_fingerprint):
         refuse("the target", config.get("target"), f"{setting.target_name} (other weights or config)")
+
+
+def _depth(name: str | Path, config: dict[str, Any]) -> int | None:
+    depth = config.get("eagle3_depth")
+    if depth is not None and (type(depth) is not int or depth < 1):
+        raise WhiFlashError(f"router {name} names an EAGLE-3 depth of {depth!r}; expected a whole number of at least 1")
+    return depth
 
 
 def _read_network(weights: Weights, hidden_size: int) -> RouterMLP:

@@ -90,6 +90,7 @@ def train_router(
         "target_fingerprint": target.fingerprint(),
         "pair": pair,
         "tree_budget": budget,
+        "eagle3_depth": recipe.chain if "e3" in slots else None,
         "hidden_size": target.width,
         "inner_size": recipe.inner_size,
         "positive": "slot-1",
@@ -213,14 +214,16 @@ def _routed(predicted: Tensor, text: Measured, slots: Sequence[str], threshold: 
 def best_threshold(network: RouterMLP, texts: Sequence[Measured], slots: Sequence[str]) -> float:
     """Of a few thresholds the one with the most tokens a round; of equals the nearest to 0."""
     predicted = [predict(network, text) for text in texts]
-    spread = torch.cat(predicted).quantile(torch.linspace(0.05, 0.95, 19)).tolist()
+    everywhere = torch.cat(predicted)
+    spread = everywhere.quantile(torch.linspace(0.05, 0.95, 19)).tolist()
+    ends = [float(everywhere.min()) - 0.01, float(everywhere.max()) + 0.01]  # one drafter alone
     by_text = {id(text): p for text, p in zip(texts, predicted, strict=True)}
 
     def quality(threshold: float) -> tuple[float, float]:
         rounds = _in_rounds(texts, lambda text: _routed(by_text[id(text)], text, slots, threshold))
         return round(rounds, 4), -abs(threshold)
 
-    candidates: list[float] = [0.0, *spread]
+    candidates: list[float] = [0.0, *spread, *ends]
     return round(max((quality(c), c) for c in candidates)[1], 4)
 
 
@@ -276,12 +279,16 @@ def export(network: RouterMLP, config: dict[str, Any], out: Path) -> None:
 
 def card(config: dict[str, Any]) -> str:
     (first, second), data = config["pair"].split("-"), config["data"]
-    budget = f", tree budget {config['tree_budget']}" if config["tree_budget"] else ""
+    shapes = "".join(
+        f", {what} {config[key]}"
+        for what, key in (("tree budget", "tree_budget"), ("EAGLE-3 depth", "eagle3_depth"))
+        if config[key]
+    )
     lines = [
         f"# Router {config['pair']} for {config['target']}",
         "",
         "A two-layer MLP on the target's final hidden state predicts how many more tokens a round commits with",
-        f"{second} than with {first}{budget}. Above the threshold ({config['threshold']:g}) {second} drafts.",
+        f"{second} than with {first}{shapes}. Above the threshold ({config['threshold']:g}) {second} drafts.",
         "",
         f"Trained by WhiFlash (`whiflash train router`) on {data['texts']} texts, {data['positions']} positions.",
         "",
