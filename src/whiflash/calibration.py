@@ -39,8 +39,7 @@ class Setting:
 
     @classmethod
     def of(cls, target: Target, pair: str) -> "Setting":
-        dtype = str(target.dtype).removeprefix("torch.")
-        return cls(target.name, target.fingerprint(), dtype, target.device.type, pair)
+        return cls(target.name, target.fingerprint(), target.precision, target.device.type, pair)
 
     @property
     def default_path(self) -> Path:

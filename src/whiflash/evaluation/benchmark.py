@@ -56,7 +56,7 @@ def settings(
         **sources,
         "drafters": {d.name: d.model.identity for model in models.values() for d in model.drafters},
         "routers": {m.name: r.identity for m, model in models.items() if isinstance(r := model.router, NeuralRouter)},
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.precision,
         "processes": processes,
         **{name: machine[name] for name in ("device", "cpu", "gpu", "threads", "torch", "whiflash") if name in machine},
     }

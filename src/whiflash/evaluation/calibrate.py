@@ -189,7 +189,7 @@ def _settings(request: Request, bench: Bench, prompts: Sequence[Prompt]) -> dict
     return {
         "kind": "calibration record",
         "target": bench.target.fingerprint(),
-        "dtype": str(bench.target.dtype).removeprefix("torch."),
+        "dtype": bench.target.precision,
         "device": bench.target.device.type,
         "drafters": bench.identities(list(bench.networks)),
         "p_mins": list(P_MINS),

@@ -253,4 +253,4 @@ def mode(model: WhiFlash) -> str:
         parts.append(f"{model.router.name} router" + ("" if threshold is None else f" at {threshold:g}"))
         catch_up = "lazy catch-up" if model.lazy else "eager catch-up"
         parts.append(catch_up if model.kv_only else f"{catch_up} by full passes")
-    return ", ".join([*parts, f"{target.dtype}".removeprefix("torch."), str(target.device)])
+    return ", ".join([*parts, target.precision, str(target.device)])

@@ -138,6 +138,11 @@ class Target:
             raise WhiFlashError(f"prompt token ids must lie in 0..{self.vocab_size - 1}, the vocabulary of {self.name}")
         return tokens
 
+    @property
+    def precision(self) -> str:
+        """What users call the dtype: float32, bfloat16 or float16."""
+        return str(self.dtype).removeprefix("torch.")
+
     def fingerprint(self) -> str:
         """Sixteen hex digits that tell one target from another, in whatever precision it is loaded."""
         return self._digest

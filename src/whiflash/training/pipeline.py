@@ -51,7 +51,7 @@ def prepare_texts(target: Target, file: str | Path, recipe: TextRecipe, features
     """Read answers, set some apart, and compute the target's states into `features` (unless `recipe.online`)."""
     recipe.check(target)
     reader = None
-    if recipe.precision is not None and recipe.precision != str(target.dtype).removeprefix("torch."):
+    if recipe.precision is not None and recipe.precision != target.precision:
         reader = load_target(target.path, dtype=recipe.precision, device=target.device)
     source, held, apart = prepare(
         file,
