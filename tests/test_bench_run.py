@@ -307,6 +307,16 @@ def test_neural_router(kit, whole, tmp_path):
             )
 
 
+def test_a_router_that_drafts_deeper_now_is_another_run(kit, tmp_path):
+    router = bench_kit.router(tmp_path / "router", "df-e3", None)
+    flags = kit.flags(("WHIFLASH",), pairs=("df-e3",), routers=("neural",), router_path=str(router))
+    run(kit.request(tmp_path / "out", tokens=4, flags=flags))
+    config = json.loads((router / "config.json").read_text())
+    (router / "config.json").write_text(json.dumps({**config, "eagle3_depth": 2}))
+    with pytest.raises(WhiFlashError, match="ran as = .*but this run has"):
+        run(kit.request(tmp_path / "out", tokens=4, flags=flags))
+
+
 @pytest.mark.parametrize(
     ("pair", "budget", "words"), [("df-e3", None, "the pair df-e3"), ("ddt-e3", 16, "tree budget of 16")]
 )
