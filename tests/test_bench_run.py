@@ -313,7 +313,7 @@ def test_a_router_that_drafts_deeper_now_is_another_run(kit, tmp_path):
     run(kit.request(tmp_path / "out", tokens=4, flags=flags))
     config = json.loads((router / "config.json").read_text())
     (router / "config.json").write_text(json.dumps({**config, "eagle3_depth": 2}))
-    with pytest.raises(WhiFlashError, match="ran as = .*but this run has"):
+    with pytest.raises(WhiFlashError, match=r"ran as = .*but this run has"):
         run(kit.request(tmp_path / "out", tokens=4, flags=flags))
 
 

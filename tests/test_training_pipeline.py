@@ -190,7 +190,7 @@ def test_the_router_sees_what_it_was_trained_on(work, model, lengths, pair):
     assert rounds > 20
 
 
-def test_a_router_brings_its_chain_along(work):
+def test_a_router_brings_its_chain_along(work, tmp_path):
     out = work[0] / "out"
     given = {"dflash": out / "dflash", "eagle3": out / "eagle3", "drafters": "df-e3"}
 
@@ -206,6 +206,11 @@ def test_a_router_brings_its_chain_along(work):
     assert depth("entropy") == EAGLE3_DEPTH
     card = (out / "router-ddt-e3" / "README.md").read_text()
     assert f"tree budget {BUDGET}, EAGLE-3 depth {CHAIN}." in card
+    deep = shutil.copytree(out / "router-df-e3", tmp_path / "deep")
+    config = json.loads((deep / "config.json").read_text())
+    (deep / "config.json").write_text(json.dumps({**config, "eagle3_depth": 10**6}))
+    with pytest.raises(WhiFlashError, match="EAGLE-3 depth must be at most"):
+        depth(deep)
     assert json.loads((out / "router-df-ddt" / "config.json").read_text())["eagle3_depth"] is None
 
 

@@ -57,15 +57,15 @@ class Drafting:
     def __post_init__(self) -> None:
         for name, value, least, most in (
             ("tree budget", self.tree_budget, 1, MOST_NODES),
-            ("block size", self.block_size, 2, None),
-            ("number of block rows", self.block_rows, 2, None),
-            ("EAGLE-3 depth", self.eagle3_depth, 1, None),
-            ("EAGLE-3 top-k", self.eagle3_top_k, 1, None),
+            ("block size", self.block_size, 2, MOST_NODES),
+            ("number of block rows", self.block_rows, 2, MOST_NODES),
+            ("EAGLE-3 depth", self.eagle3_depth, 1, MOST_NODES),
+            ("EAGLE-3 top-k", self.eagle3_top_k, 1, MOST_NODES),
             ("EAGLE-3 total of tokens", self.eagle3_total_tokens, 2, MOST_NODES),
         ):
             if value is not None and value < least:
                 raise WhiFlashError(f"the {name} must be at least {least}, got {value}")
-            if value is not None and most is not None and value > most:
+            if value is not None and value > most:
                 raise WhiFlashError(f"the {name} must be at most {most}, got {value}")
         if self.p_min is not None and not 0 <= self.p_min < 1:
             raise WhiFlashError(

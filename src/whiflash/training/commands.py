@@ -43,7 +43,9 @@ Exclude = Annotated[
     list[Path] | None, typer.Option("--exclude", help="JSONL of prompts that must not be trained on; repeatable.")
 ]
 TextsFile = Annotated[Path, typer.Option("--texts", help="Answers as `train data` writes them.")]
-Hours = Annotated[float | None, typer.Option(help="Time budget; without one, the recipe's steps decide.")]
+Hours = Annotated[
+    float | None, typer.Option(help="Time budget, loading apart; without one, the recipe's counts and steps decide.")
+]
 Steps = Annotated[int | None, typer.Option(help="Steps to train, if there is no time budget.")]
 Seed = Annotated[int | None, typer.Option(help="Draws everything random anew; the recipe's if left out.")]
 Features = Annotated[
