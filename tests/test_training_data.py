@@ -23,6 +23,7 @@ from whiflash.nn.cache import KVCache
 from whiflash.target.config import TargetConfig
 from whiflash.target.decoder import Decoder
 from whiflash.target.load import load_target
+from whiflash.training import synthesize
 from whiflash.training.slots import Job, SlotCache, _Engine, _Slot, generate
 from whiflash.training.synthesize import (
     DataRecipe,
@@ -252,11 +253,9 @@ def test_questions_leave_time_for_answers(target, tmp_path):
 
 def test_no_answer_begins_after_the_time(target, tmp_path, monkeypatch):
     """Answers come out in order, so one that takes long must not keep the clock from being looked at."""
-    from whiflash.training import slots, synthesize
-
     prompts, now, begun = write_prompts(tmp_path / "prompts.jsonl"), [0.0], []
     monkeypatch.setattr(synthesize.time, "monotonic", lambda: now[0])
-    start, step = slots._Engine.start, slots._Engine.step
+    start, step = _Engine.start, _Engine.step
 
     def started(self, place, number, job, done):
         begun.append(now[0])
@@ -266,8 +265,8 @@ def test_no_answer_begins_after_the_time(target, tmp_path, monkeypatch):
         now[0] += 1
         return step(self, done)
 
-    monkeypatch.setattr(slots._Engine, "start", started)
-    monkeypatch.setattr(slots._Engine, "step", stepped)
+    monkeypatch.setattr(_Engine, "start", started)
+    monkeypatch.setattr(_Engine, "step", stepped)
     rows = make_data(target, tmp_path / "out.jsonl", DataRecipe(max_tokens=30, slots=2), [prompts], seconds=3)
     assert rows == len(begun), "what was begun is finished"
     assert max(begun) <= 3 and now[0] <= 3 + 30

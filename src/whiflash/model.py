@@ -55,18 +55,18 @@ class Drafting:
     p_min: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("tree budget", self.tree_budget, 1, MOST_NODES),
-            ("block size", self.block_size, 2, MOST_NODES),
-            ("number of block rows", self.block_rows, 2, MOST_NODES),
-            ("EAGLE-3 depth", self.eagle3_depth, 1, MOST_NODES),
-            ("EAGLE-3 top-k", self.eagle3_top_k, 1, MOST_NODES),
-            ("EAGLE-3 total of tokens", self.eagle3_total_tokens, 2, MOST_NODES),
+        for name, value, least in (
+            ("tree budget", self.tree_budget, 1),
+            ("block size", self.block_size, 2),
+            ("number of block rows", self.block_rows, 2),
+            ("EAGLE-3 depth", self.eagle3_depth, 1),
+            ("EAGLE-3 top-k", self.eagle3_top_k, 1),
+            ("EAGLE-3 total of tokens", self.eagle3_total_tokens, 2),
         ):
             if value is not None and value < least:
                 raise WhiFlashError(f"the {name} must be at least {least}, got {value}")
-            if value is not None and value > most:
-                raise WhiFlashError(f"the {name} must be at most {most}, got {value}")
+            if value is not None and value > MOST_NODES:
+                raise WhiFlashError(f"the {name} must be at most {MOST_NODES}, got {value}")
         if self.p_min is not None and not 0 <= self.p_min < 1:
             raise WhiFlashError(
                 f"the least probability of a drafted path must be at least 0 and below 1, got {self.p_min}"

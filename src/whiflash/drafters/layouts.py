@@ -21,8 +21,6 @@ from whiflash.nn.weights import DRAFT_VOCABULARY, Weights
 from whiflash.target.config import layer_windows
 
 TapIds = Literal["output", "boundary"]
-# Beside a DFlash checkpoint: a list of the token ids that it drafts, where that is not the whole vocabulary. Not a
-# tensor file, since other engines load every one they find.
 
 # config keys and tensor names of relatives that this runtime would draft wrongly with, and what they belong to
 UNSUPPORTED_KEYS = {

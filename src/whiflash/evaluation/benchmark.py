@@ -1,7 +1,6 @@
 """The protocol: every prompt goes to every method in turn, in one process, over one target; all of it is kept."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from whiflash.evaluation.machine import PeakMemory
 from whiflash.evaluation.methods import BASELINE, Method, mode
 from whiflash.evaluation.ranks import Ranks
 from whiflash.evaluation.results import Results, columns
+from whiflash.journal import fingerprint
 from whiflash.model import WhiFlash
 from whiflash.routers.neural import NeuralRouter
 from whiflash.target.target import Target
@@ -45,12 +45,11 @@ def settings(
     processes: int,
 ) -> dict[str, Any]:
     """What a run is made of. A run is resumed only with the same, since its figures would mix two things otherwise."""
-    texts = json.dumps([[p.id, p.turns] for p in prompts])
     counts = {name: sum(p.dataset == name for p in prompts) for name in dict.fromkeys(p.dataset for p in prompts)}
     return {
         **asdict(protocol),
         "datasets": counts,
-        "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
+        "prompts": fingerprint([[p.id, p.turns] for p in prompts]),
         "methods": {m.name: asdict(m) for m in models},
         "target": f"{target.name} ({target.fingerprint()})",
         **sources,

@@ -1,6 +1,5 @@
 """`whiflash calibrate`: record once, time rounds, replay everything, keep the best threshold and lengths of drafts."""
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -185,7 +184,6 @@ def _as_profiled(bench: Bench, profile: Profile) -> Bench:
 
 def _settings(request: Request, bench: Bench, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What a record is made of; the same ones go on with it, or use it again."""
-    texts = json.dumps([[p.id, p.turns[0]] for p in prompts])
     return {
         "kind": "calibration record",
         "target": bench.target.fingerprint(),
@@ -195,7 +193,7 @@ def _settings(request: Request, bench: Bench, prompts: Sequence[Prompt]) -> dict
         "p_mins": list(P_MINS),
         "longest": {name: max(lengths) for name, lengths in bench.lengths.items()},
         "routers": {name: getattr(router, "identity", None) for name, router in bench.routers.items()},
-        "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
+        "prompts": fingerprint([[p.id, p.turns[0]] for p in prompts]),
         "max_new_tokens": request.max_new_tokens,
     }
 

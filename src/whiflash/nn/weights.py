@@ -23,7 +23,8 @@ CHECKPOINT_FILES = (
     "*.model",
     "*.jinja",
 )
-# what some drafters keep beside their weights
+# What some drafters keep beside their weights: a list of the token ids that they draft, where that is not the whole
+# vocabulary (no tensor file, since other engines load every one they find), and the mask token's embedding.
 DRAFT_VOCABULARY, MASK_EMBEDDING = "draft_vocabulary.json", "mask_embedding.pt"
 # config keys that say who wrote it, not what it is
 WRITERS = ("transformers_version", "_name_or_path")

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from whiflash.drafters.dflash import DFlash
 from whiflash.drafters.eagle3 import Eagle3
-from whiflash.drafters.layouts import DRAFT_VOCABULARY
 from whiflash.errors import WhiFlashError
 from whiflash.journal import write_atomic
 from whiflash.nn.layers import LayerShape
 from whiflash.nn.rotary import RopeConfig
-from whiflash.nn.weights import Part, export_parts, read_config, resolve
+from whiflash.nn.weights import DRAFT_VOCABULARY, Part, export_parts, read_config, resolve
 from whiflash.target.target import Target
 
 
